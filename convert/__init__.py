@@ -1,0 +1,1 @@
+"""HF checkpoint in, PowerInfer-GGUF out: read, quantise, reorder, pack."""

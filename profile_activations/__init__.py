@@ -1,0 +1,1 @@
+"""Activation statistics of a model: stream, report, plot."""

@@ -1,0 +1,1 @@
+"""Recipes: the stages in order, for named models."""

@@ -1,0 +1,1 @@
+"""Predictors that guess which neurons fire."""
