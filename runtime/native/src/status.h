@@ -1,0 +1,58 @@
+// status.h: how native code fails. Inside, functions throw Error; at the C interface guarded() turns every
+// exception into a pi_status and the calling thread's message and hint.
+#pragma once
+
+#include "pi.h"
+
+#include <exception>
+#include <string>
+
+namespace pi {
+
+class Error : public std::exception {
+public:
+    Error(pi_status status, std::string message, std::string hint = {})
+        : status(status), message(std::move(message)), hint(std::move(hint)) {}
+    const char *what() const noexcept override { return message.c_str(); }
+
+    pi_status status;
+    std::string message;
+    std::string hint;
+};
+
+// A fault of the file, with the one hint that helps.
+[[noreturn]] void throw_bad_file(const std::string &message);
+// A fault of the caller (Python binding): an argument out of its documented range.
+[[noreturn]] void throw_usage(const std::string &message);
+
+void clear_last_error() noexcept;
+// Stores the exception being handled as the thread's last error and returns its status.
+pi_status store_current_exception() noexcept;
+
+template <typename Function>
+pi_status guarded(Function &&function) noexcept {
+    clear_last_error();
+    try {
+        function();
+        return PI_OK;
+    } catch (...) {
+        return store_current_exception();
+    }
+}
+
+template <typename T>
+T &require(T *pointer, const char *what) {
+    if (pointer == nullptr) throw_usage(std::string(what) + " is NULL");
+    return *pointer;
+}
+
+// Checks the `size` field that opens every struct of the interface.
+template <typename T>
+void require_size(const T &value, const char *what) {
+    if (value.size != sizeof(T)) throw_usage(std::string(what) + ".size does not match this library");
+}
+
+enum class LogLevel : int32_t { error = 0, warning = 1, info = 2, debug = 3 };
+void log(LogLevel level, const std::string &message);
+
+} // namespace pi
