@@ -206,7 +206,12 @@ PI_API pi_status pi_engine_set_abort(pi_engine *engine, pi_abort_fn callback, vo
 /* Starts one step and returns; the batch is copied. At most one step is in flight. A step that fails
  * leaves every sequence as it was. */
 PI_API pi_status pi_engine_submit(pi_engine *engine, const pi_batch *batch, uint64_t *ticket);
-PI_API pi_status pi_engine_wait(pi_engine *engine, uint64_t ticket);
+/* Waits for a step, at most timeout_ms (UINT32_MAX: for ever); *done says whether it has ended. A caller that
+ * must react to signals waits in slices and ends the step with pi_engine_abort. The step's failure is this
+ * call's status. */
+PI_API pi_status pi_engine_wait(pi_engine *engine, uint64_t ticket, uint32_t timeout_ms, uint32_t *done);
+/* Ends the running step with PI_INTERRUPTED at its next layer; callable from any thread. */
+PI_API pi_status pi_engine_abort(pi_engine *engine);
 /* Of the last finished step; valid until the next submit. Rows follow the batch's wanted tokens. */
 PI_API pi_status pi_engine_logits(const pi_engine *engine, uint32_t *n_rows, const float **data);
 /* [n_tokens] natural-log probabilities of the batch's targets, NaN where none was asked. */
