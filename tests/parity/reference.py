@@ -36,18 +36,19 @@ class Config:
     activation: str
     activation_threshold: float
     sparse_threshold: float
+    exact_layers: tuple[bool, ...]
 
 
 def read_config(file: GgufFile) -> Config:
     def key(name: str, default: Any = None) -> Any:
         return file.key(f"llama.{name}", default)
 
-    n_heads = key("attention.head_count")
+    n_layers, n_heads = key("block_count"), key("attention.head_count")
     head_dim = key("attention.key_length", key("embedding_length") // n_heads)
     linear = key("rope.scaling.type", "none") == "linear"
     sparse = file.has("blk.0.ffn_down_t.weight")
     return Config(
-        n_layers=key("block_count"),
+        n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=key("attention.head_count_kv", n_heads),
         head_dim=head_dim,
@@ -59,6 +60,7 @@ def read_config(file: GgufFile) -> Config:
         activation=file.key("powerinfer.activation", "relu" if sparse else "silu"),
         activation_threshold=file.key("powerinfer.activation_threshold", 0.0),
         sparse_threshold=file.key("powerinfer.sparse_threshold", 0.0),
+        exact_layers=tuple(file.key("powerinfer.predictor.exact_layers", [False] * n_layers)),
     )
 
 
@@ -167,7 +169,7 @@ class Reference:
         hidden = self.activate(gate) * self.product(n, f"blk.{layer}.ffn_up.weight")
         if trace is not None:
             trace.open_gates.append(gate > self.config.activation_threshold)
-        if masked.any():
+        if masked.any() and not self.config.exact_layers[layer]:
             margin = self.predict(x, layer, threshold)
             hidden = np.where(masked[:, None] & (margin < 0), 0.0, hidden)
             if trace is not None:
