@@ -127,11 +127,14 @@ asan: .venv/dev build/stress.gguf ## stress test and torch-free native tests und
 	    LD_PRELOAD=$$(g++ -print-file-name=libasan.so) \
 	    PYTHONPATH=tests .venv/bin/python -m pytest -q -n $(WORKERS) -p no_torch $(NATIVE_TESTS)
 
+# gcc's ThreadSanitizer before 14 does not start where the kernel randomises 32 bits of addresses.
+FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
 .PHONY: tsan
 tsan: .venv/dev build/stress.gguf ## stress test under ThreadSanitizer
 	PATH="$(DEV_PATH)" cmake --preset tsan >/dev/null
 	PATH="$(DEV_PATH)" cmake --build --preset tsan
-	TSAN_OPTIONS=halt_on_error=1 build/tsan/runtime/native/pi_stress build/stress.gguf
+	TSAN_OPTIONS=halt_on_error=1 $(FIXED_ADDRESSES) build/tsan/runtime/native/pi_stress build/stress.gguf
 
 .PHONY: test
 test: ## everything: lint, types, warnings, sanitizers, tests; seconds per part at the end

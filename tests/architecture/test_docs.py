@@ -99,12 +99,15 @@ CHECKS: dict[str, Callable[[list[str]], str]] = {
 }
 
 
+def check(words: list[str]) -> str:
+    """Return why a command cannot work, or ""; .venv/bin/python counts as python."""
+    program = CHECKS.get(Path(words[0]).name)
+    return program(words) if program else "a command this test does not know"
+
+
 def complaints(line: str) -> list[str]:
     """Return what is wrong with a documented command line."""
-    unknown = "a command this test does not know"
-    found = [
-        (words, CHECKS.get(words[0], lambda _: unknown)(words)) for words in simple_commands(line)
-    ]
+    found = [(words, check(words)) for words in simple_commands(line)]
     return [f"{' '.join(words)}: {why}" for words, why in found if why]
 
 
