@@ -1,0 +1,169 @@
+"""Activation counts: how often each FFN neuron was non-zero, from upstream's layout or in one file.
+
+DIR/activation_<layer>.pt (one 1-D tensor) or .safetensors (one tensor), [n_ff] each; or one .npy or .safetensors
+file with all layers, [n_layers, n_ff] (in safetensors: tensor "counts", metadata "tokens").
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer_toolkit.artifact import Manifest
+from powerinfer_toolkit.convert.config import ModelConfig
+from powerinfer_toolkit.convert.elements import Array, RawTensor, to_float32
+from powerinfer_toolkit.convert.layer_files import check_layers, find_layer_files
+from powerinfer_toolkit.convert.safetensors_file import SafetensorsFile
+from powerinfer_toolkit.convert.torch_file import load, require_torch, to_raw
+from powerinfer_toolkit.errors import PiError
+from powerinfer_toolkit.gguf_format import COVERAGE_POINTS
+
+COUNTS, PERMUTATION = "counts", "permutation"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Activation counts [n_layers, n_ff], int64 (float32 where they are no integers), in the model's order.
+
+    `tokens` is how many tokens were seen, None where unknown; `sha256` the hash of the little-endian counts.
+    """
+
+    name: str
+    counts: Array
+    tokens: int | None
+    sha256: str
+
+    def hot_first(self) -> NDArray[np.int32]:
+        """Return the original neuron at every place of the falling order, [n_layers, n_ff]; ties keep theirs."""
+        return np.argsort(-self.counts, axis=1, kind="stable").astype(np.int32)
+
+    def coverage(self) -> NDArray[np.float32]:
+        """Return the share of all activations that the hottest i/128 of a layer's neurons carry, [n_layers, 129].
+
+        Where i/128 of the neurons is no whole number, the curve is interpolated linearly.
+        """
+        n_layers, n_ff = self.counts.shape
+        falling = -np.sort(-self.counts.astype(np.float64), axis=1)
+        carried = np.cumsum(np.pad(falling, ((0, 0), (1, 0))), axis=1)
+        points = np.linspace(0.0, n_ff, COVERAGE_POINTS)
+        curves = [np.interp(points, np.arange(n_ff + 1), row / row[-1]) for row in carried]
+        return np.stack(curves).astype(np.float32).reshape(n_layers, COVERAGE_POINTS)
+
+    def density(self) -> NDArray[np.float32] | None:
+        """Return the mean share of active neurons per token, [n_layers]; None where tokens are unknown."""
+        if self.tokens is None:
+            return None
+        share: Array = self.counts.mean(axis=1, dtype=np.float64) / self.tokens
+        return share.astype(np.float32)
+
+
+def read_statistics(path: Path, config: ModelConfig, tokens: int | None) -> Statistics:
+    """Read the counts at `path`, a directory or a file; `tokens` overrides what the file says.
+
+    Raises PiError for a missing or an extra layer, another shape, and counts that are negative, not finite,
+    all zero in a layer, or above the number of tokens.
+    """
+    found_tokens = None
+    if not path.exists():
+        raise PiError(f"{path} does not exist", hint="--activations takes a directory or a file")
+    if path.is_dir():
+        counts = _read_directory(path, config)
+    elif path.suffix == ".npy":
+        counts = _read_npy(path)
+    elif path.suffix == ".safetensors":
+        counts, found_tokens = _read_safetensors(path)
+    else:
+        raise PiError(
+            f"{path} holds no activation counts",
+            hint="name a directory of activation_<layer>.pt files, or a .npy or .safetensors file",
+        )
+    counts = _normalised(counts, path)
+    tokens = found_tokens if tokens is None else tokens
+    _check(counts, path, config, tokens)
+    digest = hashlib.sha256(counts.astype(counts.dtype.newbyteorder("<")).tobytes()).hexdigest()
+    return Statistics(path.resolve().name, counts, tokens, digest)
+
+
+def _read_directory(directory: Path, config: ModelConfig) -> Array:
+    files = find_layer_files(directory, "activation")
+    layers = []
+    for path in check_layers(files, directory, "activation", config.n_layers):
+        counts = _read_layer(path)
+        if counts.shape != (config.n_ff,):
+            raise PiError(
+                f"{path} has shape {list(counts.shape)}; this model needs [{config.n_ff}]",
+                hint="are these counts of another model?",
+            )
+        layers.append(counts)
+    return np.stack(layers)
+
+
+def _read_layer(path: Path) -> Array:
+    if path.suffix == ".safetensors":
+        file = SafetensorsFile(path)
+        if len(file.entries) != 1:
+            raise PiError(f"{path} holds {len(file.entries)} tensors; it needs one")
+        return _numbers(file.read(next(iter(file.entries))))
+    torch = require_torch(f"reading {path.name}")
+    tensor = load(path)
+    if not isinstance(tensor, torch.Tensor):
+        raise PiError(f"{path} holds no tensor", hint="upstream's files hold one 1-D tensor each")
+    return _numbers(to_raw(tensor, str(path)))
+
+
+def _read_npy(path: Path) -> Array:
+    try:
+        counts: Array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as failure:
+        raise PiError(f"{path} is no numpy array file: {failure}") from failure
+    if counts.dtype.kind not in "iuf":
+        raise PiError(f"{path} holds {counts.dtype}, not numbers")
+    return counts
+
+
+def _read_safetensors(path: Path) -> tuple[Array, int | None]:
+    file = SafetensorsFile(path)
+    if COUNTS not in file.entries:
+        raise PiError(f'{path} has no tensor "{COUNTS}"')
+    if "manifest" in file.metadata:
+        Manifest.from_json(
+            file.metadata["manifest"], where=path
+        )  # refuses a schema it does not know
+    tokens = file.metadata.get("tokens")
+    if tokens is not None and not (tokens.isdecimal() and int(tokens) > 0):
+        raise PiError(f"{path}: metadata tokens is {tokens!r}, not a positive integer")
+    return _numbers(file.read(COUNTS)), None if tokens is None else int(tokens)
+
+
+def _numbers(raw: RawTensor) -> Array:
+    return to_float32(raw.data, raw.dtype) if raw.dtype == "BF16" else raw.data
+
+
+def _normalised(counts: Array, path: Path) -> Array:
+    """Return int64 where every count is an integer that float64 holds exactly, else float32."""
+    if not np.isfinite(counts).all() or (counts < 0).any():
+        raise PiError(f"{path} holds counts that are negative, NaN or infinite")
+    if (counts == np.floor(counts)).all() and counts.max(initial=0) < 2**53:
+        return counts.astype(np.int64)
+    return counts.astype(np.float32)
+
+
+def _check(counts: Array, path: Path, config: ModelConfig, tokens: int | None) -> None:
+    if counts.shape != (config.n_layers, config.n_ff):
+        raise PiError(
+            f"{path} has shape {list(counts.shape)}; this model needs "
+            f"[{config.n_layers}, {config.n_ff}]",
+            hint="are these counts of another model?",
+        )
+    silent = np.flatnonzero(counts.sum(axis=1) == 0)
+    if silent.size:
+        raise PiError(f"{path}: no neuron of layer {silent[0]} was ever active")
+    if tokens is not None and counts.max() > tokens:
+        raise PiError(
+            f"{path}: a count of {counts.max()} is above the {tokens} tokens seen",
+            hint="--activation-tokens takes the number of tokens that the counts were taken over",
+        )

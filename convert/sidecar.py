@@ -1,0 +1,58 @@
+"""Files beside the model: the full activation counts, and upstream's activation/ directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from powerinfer_toolkit.artifact import Manifest
+from powerinfer_toolkit.convert.activations import COUNTS, PERMUTATION, Statistics
+from powerinfer_toolkit.convert.layer_files import find_layer_files
+from powerinfer_toolkit.convert.torch_file import require_torch
+from powerinfer_toolkit.errors import PiError
+
+UPSTREAM_DIRECTORY = "activation"
+
+
+def sidecar_path(output: Path) -> Path:
+    """Return model.activations.safetensors for model.gguf."""
+    stem = output.name.removesuffix(".gguf")
+    return output.with_name(f"{stem}.activations.safetensors")
+
+
+def write_sidecar(
+    path: Path, statistics: Statistics, permutation: NDArray[np.int32], manifest: Manifest
+) -> None:
+    """Write counts [n_layers, n_ff] in the checkpoint's order and the permutation [n_layers, n_ff].
+
+    permutation[l, j] is the checkpoint's neuron at place j of layer l in the model file.
+    """
+    metadata = {"manifest": manifest.to_json(), "sha256": statistics.sha256}
+    if statistics.tokens is not None:
+        metadata["tokens"] = str(statistics.tokens)
+    arrays = {COUNTS: statistics.counts, PERMUTATION: permutation}
+    path.write_bytes(save(arrays, metadata))  # save_file would make it unreadable for others
+
+
+def upstream_paths(output: Path, n_layers: int) -> list[Path]:
+    """Return activation/activation_<layer>.pt beside the model; a file of a further layer is a PiError."""
+    directory = output.parent / UPSTREAM_DIRECTORY
+    if directory.is_dir():
+        further = [
+            layer for layer in find_layer_files(directory, "activation") if layer >= n_layers
+        ]
+        if further:
+            raise PiError(
+                f"{directory} holds activation_{further[0]} of another model",
+                hint="upstream reads the whole directory: remove it, or write the output elsewhere",
+            )
+    return [directory / f"activation_{layer}.pt" for layer in range(n_layers)]
+
+
+def write_upstream_layer(path: Path, counts_in_file_order: NDArray[np.int64]) -> None:
+    """Write the counts [n_ff] of one layer as upstream's solver reads them: one torch tensor."""
+    torch = require_torch("--upstream-sidecar")
+    torch.save(torch.from_numpy(np.ascontiguousarray(counts_in_file_order)), path)

@@ -1,0 +1,98 @@
+"""What artefacts on disk share: a manifest of their making, and writes that leave nothing half done."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from powerinfer_toolkit import __version__
+from powerinfer_toolkit.errors import PiError
+
+MANIFEST_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One thing that an artefact was made from; `revision` and `sha256` are "" where unknown."""
+
+    name: str
+    revision: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an artefact is (`kind`), what it was made from (role -> origin) and by which settings.
+
+    It holds no clock time and no local path, so that the same inputs give the same bytes.
+    """
+
+    kind: str
+    origins: dict[str, Origin]
+    settings: dict[str, str | int | float | bool]
+    made_by: str = field(default=f"powerinfer-toolkit {__version__}")
+    schema: int = MANIFEST_SCHEMA
+
+    def to_json(self) -> str:
+        """Return one line of JSON with sorted keys."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str, *, where: Path) -> Manifest:
+        """Parse a manifest found in `where`; a schema that this version does not know is a PiError."""
+        try:
+            data = json.loads(text)
+            schema = data.pop("schema")
+            if schema != MANIFEST_SCHEMA:
+                raise PiError(
+                    f"{where} has manifest schema {schema}; this version knows {MANIFEST_SCHEMA}",
+                    hint="make it again with the commands of this version",
+                )
+            data["origins"] = {role: Origin(**origin) for role, origin in data["origins"].items()}
+            return cls(schema=schema, **data)
+        except (ValueError, KeyError, TypeError, AttributeError) as failure:
+            raise PiError(f"{where} has a damaged manifest: {failure}") from failure
+
+
+def check_target(path: Path, *, force: bool) -> None:
+    """Refuse a path that cannot be written: no such directory, or it exists and `force` is not set."""
+    if not path.parent.is_dir():
+        raise PiError(
+            f"{path.parent} is not a directory", hint="create it, or write the output elsewhere"
+        )
+    if path.is_dir():
+        raise PiError(f"{path} is a directory", hint="name a file in it")
+    if path.exists() and not force:
+        raise PiError(f"{path} exists already", hint="--force overwrites it")
+
+
+@contextlib.contextmanager
+def new_file(path: Path, *, force: bool) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; its file is flushed to disk and takes `path`'s place at the end.
+
+    On any failure, Ctrl-C included, the temporary file is removed and `path` stays as it was.
+    """
+    check_target(path, force=force)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Make `path` a directory, unless it is one, and remove it again if nothing came to lie in it."""
+    path.mkdir(exist_ok=True)
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.rmdir()
