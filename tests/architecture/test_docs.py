@@ -4,12 +4,15 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from parity.synthetic import Shape, dense_layout, random_weights, write_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -134,3 +137,13 @@ def test_wrong_commands_are_seen(line: str) -> None:
 def test_readme_shows_the_two_commands() -> None:
     commands = fenced_commands(README.read_text())
     assert {"make demo", "make test"} <= {line.split("#")[0].strip() for line in commands}
+
+
+@pytest.mark.skipif("PI_LIB" not in os.environ, reason="PI_LIB names no library")
+def test_readme_python_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = Shape()
+    model = write_gguf(tmp_path / "model.gguf", shape, dense_layout(random_weights(shape, 0)))
+    (code,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert "demo/smollm2.gguf" in code
+    exec(code.replace("demo/smollm2.gguf", str(model)), {})
+    assert capsys.readouterr().out
