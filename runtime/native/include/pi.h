@@ -248,7 +248,8 @@ PI_API pi_status pi_sampler_create(const pi_sampler_params *params, pi_sampler *
 PI_API void pi_sampler_free(pi_sampler *sampler);
 /* Tells the sampler of a token of the text (prompt tokens too), for the repeat penalty. */
 PI_API pi_status pi_sampler_accept(pi_sampler *sampler, int32_t token);
-/* Draws from row `row` of the engine's last logits. */
+/* Draws from row `row` of the engine's last logits. *logprob is the token's log-probability under the model's own
+ * distribution; NULL spares its computation. */
 PI_API pi_status pi_sampler_sample(pi_sampler *sampler, const pi_engine *engine, uint32_t row,
                                    int32_t *token, float *logprob);
 PI_API pi_status pi_sampler_sample_logits(pi_sampler *sampler, const float *logits, uint32_t n_vocab,

@@ -26,11 +26,12 @@ T load(const uint8_t *data) {
 
 // A cursor that cannot leave the file.
 class Reader {
-public:
+  public:
     explicit Reader(std::span<const uint8_t> file) : file_(file) {}
 
     std::span<const uint8_t> take(uint64_t n_bytes) {
-        if (n_bytes > file_.size() - position_) throw_bad_file("the model file is truncated in its header");
+        if (n_bytes > file_.size() - position_)
+            throw_bad_file("the model file is truncated in its header");
         const auto view = file_.subspan(position_, n_bytes);
         position_ += n_bytes;
         return view;
@@ -42,13 +43,14 @@ public:
     std::span<const uint8_t> string() { return take(number<uint64_t>()); }
     std::string name(const char *what) {
         const auto view = string();
-        if (view.empty() || view.size() > max_name_bytes) throw_bad_file(std::string(what) + " of bad length");
+        if (view.empty() || view.size() > max_name_bytes)
+            throw_bad_file(std::string(what) + " of bad length");
         return {reinterpret_cast<const char *>(view.data()), view.size()};
     }
     uint64_t position() const { return position_; }
     uint64_t remaining() const { return file_.size() - position_; }
 
-private:
+  private:
     std::span<const uint8_t> file_;
     uint64_t position_ = 0;
 };
@@ -81,21 +83,26 @@ Value read_array(Reader &reader) {
     Value value{ValueType::array, element, count, {}};
     if (element != ValueType::string) {
         const uint64_t width = scalar_bytes(element); // arrays of arrays end here
-        if (count > reader.remaining() / width) throw_bad_file("a metadata array is longer than the file");
+        if (count > reader.remaining() / width)
+            throw_bad_file("a metadata array is longer than the file");
         value.bytes = reader.take(count * width);
         return value;
     }
     Reader ahead = reader;
-    if (count > reader.remaining() / sizeof(uint64_t)) throw_bad_file("a metadata array is longer than the file");
-    for (uint64_t i = 0; i < count; ++i) ahead.string();
+    if (count > reader.remaining() / sizeof(uint64_t))
+        throw_bad_file("a metadata array is longer than the file");
+    for (uint64_t i = 0; i < count; ++i)
+        ahead.string();
     value.bytes = reader.take(ahead.position() - reader.position());
     return value;
 }
 
 Value read_value(Reader &reader) {
     const auto type = static_cast<ValueType>(reader.number<uint32_t>());
-    if (type == ValueType::array) return read_array(reader);
-    if (type == ValueType::string) return {type, type, 1, reader.string()};
+    if (type == ValueType::array)
+        return read_array(reader);
+    if (type == ValueType::string)
+        return {type, type, 1, reader.string()};
     return {type, type, 1, reader.take(scalar_bytes(type))};
 }
 
@@ -113,11 +120,13 @@ uint64_t checked_bytes(const TensorView &tensor) {
     uint64_t n_bytes = tensor.shape[0] / type.block_elements;
     uint64_t factor = type.block_bytes;
     for (size_t i = 0; i <= tensor.shape.size(); ++i) {
-        if (factor == 0 || n_bytes > UINT64_MAX / factor) throw_bad_file("tensor " + tensor.name + " has a bad shape");
+        if (factor == 0 || n_bytes > UINT64_MAX / factor)
+            throw_bad_file("tensor " + tensor.name + " has a bad shape");
         n_bytes *= factor;
         factor = tensor.dim(i + 1);
     }
-    if (n_bytes == 0) throw_bad_file("tensor " + tensor.name + " is empty");
+    if (n_bytes == 0)
+        throw_bad_file("tensor " + tensor.name + " is empty");
     return n_bytes;
 }
 
@@ -125,8 +134,10 @@ TensorHeader read_tensor_header(Reader &reader) {
     TensorHeader header{};
     header.view.name = reader.name("a tensor name");
     const auto n_dims = reader.number<uint32_t>();
-    if (n_dims == 0 || n_dims > max_dims) throw_bad_file("tensor " + header.view.name + " has a bad rank");
-    for (uint32_t i = 0; i < n_dims; ++i) header.view.shape.push_back(reader.number<uint64_t>());
+    if (n_dims == 0 || n_dims > max_dims)
+        throw_bad_file("tensor " + header.view.name + " has a bad rank");
+    for (uint32_t i = 0; i < n_dims; ++i)
+        header.view.shape.push_back(reader.number<uint64_t>());
     header.view.type = reader.number<uint32_t>();
     header.offset = reader.number<uint64_t>();
     header.n_bytes = checked_bytes(header.view);
@@ -180,24 +191,29 @@ Gguf::Gguf(std::span<const uint8_t> file) {
     for (uint64_t i = 0; i < n_keys; ++i) {
         std::string name = reader.name("a metadata key");
         const Value value = read_value(reader);
-        if (!key_index_.emplace(name, keys_.size()).second) throw_bad_file("metadata key " + name + " appears twice");
+        if (!key_index_.emplace(name, keys_.size()).second)
+            throw_bad_file("metadata key " + name + " appears twice");
         keys_.emplace_back(std::move(name), value);
     }
     std::vector<TensorHeader> headers;
-    for (uint64_t i = 0; i < n_tensors; ++i) headers.push_back(read_tensor_header(reader));
+    for (uint64_t i = 0; i < n_tensors; ++i)
+        headers.push_back(read_tensor_header(reader));
 
     const uint64_t alignment = get_u32("general.alignment").value_or(default_alignment);
     if (alignment < 8 || alignment > max_alignment || !std::has_single_bit(alignment))
-        throw_bad_file("general.alignment is " + std::to_string(alignment) + ", not a power of two from 8 on");
+        throw_bad_file("general.alignment is " + std::to_string(alignment) +
+                       ", not a power of two from 8 on");
     const uint64_t data_begin = (reader.position() + alignment - 1) / alignment * alignment;
     const uint64_t data_bytes = file.size() > data_begin ? file.size() - data_begin : 0;
     for (TensorHeader &header : headers) {
         const std::string &name = header.view.name;
-        if (header.offset % alignment != 0) throw_bad_file("tensor " + name + " is not aligned");
+        if (header.offset % alignment != 0)
+            throw_bad_file("tensor " + name + " is not aligned");
         if (header.offset > data_bytes || header.n_bytes > data_bytes - header.offset)
             throw_bad_file("the model file is truncated: tensor " + name + " ends beyond it");
         header.view.bytes = file.subspan(data_begin + header.offset, header.n_bytes);
-        if (!tensor_index_.emplace(name, tensors_.size()).second) throw_bad_file("tensor " + name + " appears twice");
+        if (!tensor_index_.emplace(name, tensors_.size()).second)
+            throw_bad_file("tensor " + name + " appears twice");
         tensors_.push_back(std::move(header.view));
     }
 }
@@ -214,15 +230,18 @@ const TensorView *Gguf::find_tensor(std::string_view name) const {
 
 std::optional<uint32_t> Gguf::get_u32(std::string_view key) const {
     const Value *value = find(key);
-    if (value == nullptr) return std::nullopt;
+    if (value == nullptr)
+        return std::nullopt;
     const int64_t number = integer(key, *value);
-    if (number < 0 || number > UINT32_MAX) throw_bad_value(key, "in the range of an unsigned 32-bit integer");
+    if (number < 0 || number > UINT32_MAX)
+        throw_bad_value(key, "in the range of an unsigned 32-bit integer");
     return static_cast<uint32_t>(number);
 }
 
 std::optional<float> Gguf::get_f32(std::string_view key) const {
     const Value *value = find(key);
-    if (value == nullptr) return std::nullopt;
+    if (value == nullptr)
+        return std::nullopt;
     float number = 0;
     if (value->type == ValueType::f32) {
         number = load<float>(value->bytes.data());
@@ -231,14 +250,17 @@ std::optional<float> Gguf::get_f32(std::string_view key) const {
     } else {
         throw_bad_value(key, "a floating-point number");
     }
-    if (std::isnan(number)) throw_bad_value(key, "a number");
+    if (std::isnan(number))
+        throw_bad_value(key, "a number");
     return number;
 }
 
 std::optional<std::string> Gguf::get_string(std::string_view key) const {
     const Value *value = find(key);
-    if (value == nullptr) return std::nullopt;
-    if (value->type != ValueType::string) throw_bad_value(key, "a string");
+    if (value == nullptr)
+        return std::nullopt;
+    if (value->type != ValueType::string)
+        throw_bad_value(key, "a string");
     return std::string(reinterpret_cast<const char *>(value->bytes.data()), value->bytes.size());
 }
 

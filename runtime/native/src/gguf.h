@@ -1,5 +1,5 @@
-// gguf.h: a bounded reader of GGUF v2 and v3, with either magic. Nothing is copied: names and values are views
-// of the bytes given. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+// gguf.h: a bounded reader of GGUF v2 and v3, with either magic. Nothing is copied: names and values are
+// views of the bytes given. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,7 @@ struct TensorView {
 };
 
 class Gguf {
-public:
+  public:
     // `file` outlives the object. Throws Error (PI_FAILURE) on anything out of bounds or unknown.
     explicit Gguf(std::span<const uint8_t> file);
 
@@ -61,7 +61,7 @@ public:
     std::optional<float> get_f32(std::string_view key) const;
     std::optional<std::string> get_string(std::string_view key) const;
 
-private:
+  private:
     bool powerinfer_magic_ = false;
     std::vector<std::pair<std::string, Value>> keys_;
     std::vector<TensorView> tensors_;

@@ -15,7 +15,8 @@ namespace {
 struct Descriptor {
     int fd;
     ~Descriptor() {
-        if (fd >= 0) close(fd);
+        if (fd >= 0)
+            close(fd);
     }
 };
 
@@ -24,11 +25,15 @@ struct Descriptor {
 }
 
 size_t checked_size(const std::string &path, int fd) {
-    struct stat info {};
-    if (fstat(fd, &info) != 0) throw_unreadable(path, std::strerror(errno));
-    if (S_ISDIR(info.st_mode)) throw_unreadable(path, "it is a directory");
-    if (!S_ISREG(info.st_mode)) throw_unreadable(path, "it is not a regular file");
-    if (info.st_size == 0) throw_unreadable(path, "it is empty");
+    struct stat info{};
+    if (fstat(fd, &info) != 0)
+        throw_unreadable(path, std::strerror(errno));
+    if (S_ISDIR(info.st_mode))
+        throw_unreadable(path, "it is a directory");
+    if (!S_ISREG(info.st_mode))
+        throw_unreadable(path, "it is not a regular file");
+    if (info.st_size == 0)
+        throw_unreadable(path, "it is empty");
     return static_cast<size_t>(info.st_size);
 }
 
@@ -36,13 +41,17 @@ size_t checked_size(const std::string &path, int fd) {
 
 Mapping::Mapping(const std::string &path) : path_(path) {
     const Descriptor file{open(path.c_str(), O_RDONLY | O_CLOEXEC)};
-    if (file.fd < 0) throw_unreadable(path, std::strerror(errno));
+    if (file.fd < 0)
+        throw_unreadable(path, std::strerror(errno));
     size_ = checked_size(path, file.fd);
     void *address = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file.fd, 0);
-    if (address == MAP_FAILED) throw_unreadable(path, std::strerror(errno));
+    if (address == MAP_FAILED)
+        throw_unreadable(path, std::strerror(errno));
     data_ = static_cast<const uint8_t *>(address);
 }
 
-Mapping::~Mapping() { munmap(const_cast<uint8_t *>(data_), size_); }
+Mapping::~Mapping() {
+    munmap(const_cast<uint8_t *>(data_), size_);
+}
 
 } // namespace pi

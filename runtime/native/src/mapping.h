@@ -9,7 +9,7 @@
 namespace pi {
 
 class Mapping {
-public:
+  public:
     // Throws Error when the path is no readable, non-empty regular file.
     explicit Mapping(const std::string &path);
     ~Mapping();
@@ -19,7 +19,7 @@ public:
     std::span<const uint8_t> bytes() const { return {data_, size_}; }
     const std::string &path() const { return path_; }
 
-private:
+  private:
     std::string path_;
     const uint8_t *data_ = nullptr;
     size_t size_ = 0;

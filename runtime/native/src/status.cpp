@@ -29,7 +29,9 @@ void throw_bad_file(const std::string &message) {
     throw Error(PI_FAILURE, message, "the file is damaged or not a model; download or convert it again");
 }
 
-void throw_usage(const std::string &message) { throw Error(PI_USAGE, message); }
+void throw_usage(const std::string &message) {
+    throw Error(PI_USAGE, message);
+}
 
 void clear_last_error() noexcept {
     last_message.clear();
@@ -56,16 +58,23 @@ pi_status store_current_exception() noexcept {
 
 void log(LogLevel level, const std::string &message) {
     const std::lock_guard lock(log_mutex);
-    if (log_callback != nullptr) log_callback(static_cast<int32_t>(level), message.c_str(), log_user);
+    if (log_callback != nullptr)
+        log_callback(static_cast<int32_t>(level), message.c_str(), log_user);
 }
 
 } // namespace pi
 
-uint32_t pi_abi_version(void) { return PI_ABI_VERSION; }
+uint32_t pi_abi_version(void) {
+    return PI_ABI_VERSION;
+}
 
-const char *pi_last_error(void) { return pi::last_message.c_str(); }
+const char *pi_last_error(void) {
+    return pi::last_message.c_str();
+}
 
-const char *pi_last_hint(void) { return pi::last_hint.c_str(); }
+const char *pi_last_hint(void) {
+    return pi::last_hint.c_str();
+}
 
 void pi_set_log(pi_log_fn callback, void *user) {
     const std::lock_guard lock(pi::log_mutex);

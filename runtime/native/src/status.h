@@ -10,9 +10,9 @@
 namespace pi {
 
 class Error : public std::exception {
-public:
-    Error(pi_status status, std::string message, std::string hint = {})
-        : status(status), message(std::move(message)), hint(std::move(hint)) {}
+  public:
+    Error(pi_status with_status, std::string with_message, std::string with_hint = {})
+        : status(with_status), message(std::move(with_message)), hint(std::move(with_hint)) {}
     const char *what() const noexcept override { return message.c_str(); }
 
     pi_status status;
@@ -42,14 +42,16 @@ pi_status guarded(Function &&function) noexcept {
 
 template <typename T>
 T &require(T *pointer, const char *what) {
-    if (pointer == nullptr) throw_usage(std::string(what) + " is NULL");
+    if (pointer == nullptr)
+        throw_usage(std::string(what) + " is NULL");
     return *pointer;
 }
 
 // Checks the `size` field that opens every struct of the interface.
 template <typename T>
 void require_size(const T &value, const char *what) {
-    if (value.size != sizeof(T)) throw_usage(std::string(what) + ".size does not match this library");
+    if (value.size != sizeof(T))
+        throw_usage(std::string(what) + ".size does not match this library");
 }
 
 enum class LogLevel : int32_t { error = 0, warning = 1, info = 2, debug = 3 };

@@ -18,7 +18,8 @@ constexpr TypeInfo registry[] = {
 
 std::string supported_names() {
     std::string names;
-    for (const TypeInfo &type : registry) names += (names.empty() ? "" : ", ") + std::string(type.name);
+    for (const TypeInfo &type : registry)
+        names += (names.empty() ? "" : ", ") + std::string(type.name);
     return names;
 }
 
@@ -26,7 +27,8 @@ std::string supported_names() {
 
 const TypeInfo &type_info(uint32_t id, std::string_view tensor) {
     for (const TypeInfo &type : registry) {
-        if (type.id == id) return type;
+        if (type.id == id)
+            return type;
     }
     const std::string where = tensor.empty() ? "" : "tensor " + std::string(tensor) + ": ";
     throw Error(PI_FAILURE, where + "type id " + std::to_string(id) + " is not supported",

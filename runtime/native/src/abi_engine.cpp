@@ -1,0 +1,142 @@
+// abi_engine.cpp: pi.h's functions on engines, their KV cache and samplers.
+#include "engine.h"
+#include "sampler.h"
+#include "status.h"
+
+pi_status pi_engine_create(pi_model *model, const pi_plan *plan, pi_engine **out) {
+    return pi::guarded([&] {
+        pi::require(out, "out");
+        *out = nullptr;
+        *out = new pi_engine(pi::require(model, "model"), pi::require(plan, "plan"));
+    });
+}
+
+void pi_engine_free(pi_engine *engine) {
+    delete engine;
+}
+
+pi_status pi_engine_set_abort(pi_engine *engine, pi_abort_fn callback, void *user) {
+    return pi::guarded([&] { pi::require(engine, "engine").set_abort(callback, user); });
+}
+
+pi_status pi_engine_submit(pi_engine *engine, const pi_batch *batch, uint64_t *ticket) {
+    return pi::guarded([&] {
+        pi::require(ticket, "ticket") = pi::require(engine, "engine").submit(pi::require(batch, "batch"));
+    });
+}
+
+pi_status pi_engine_wait(pi_engine *engine, uint64_t ticket, uint32_t timeout_ms, uint32_t *done) {
+    return pi::guarded([&] {
+        pi::require(done, "done") = 1; // also when the step failed
+        *done = pi::require(engine, "engine").wait(ticket, timeout_ms) ? 1 : 0;
+    });
+}
+
+pi_status pi_engine_abort(pi_engine *engine) {
+    return pi::guarded([&] { pi::require(engine, "engine").abort(); });
+}
+
+pi_status pi_engine_logits(const pi_engine *engine, uint32_t *n_rows, const float **data) {
+    return pi::guarded([&] {
+        const pi::Results &results = pi::require(engine, "engine").results();
+        pi::require(n_rows, "n_rows") =
+            static_cast<uint32_t>(results.logits.size() / engine->config().n_vocab);
+        pi::require(data, "data") = results.logits.data();
+    });
+}
+
+pi_status pi_engine_logprobs(const pi_engine *engine, uint32_t *n, const float **data) {
+    return pi::guarded([&] {
+        const pi::Results &results = pi::require(engine, "engine").results();
+        pi::require(n, "n") = static_cast<uint32_t>(results.logprobs.size());
+        pi::require(data, "data") = results.logprobs.data();
+    });
+}
+
+pi_status pi_engine_stats(const pi_engine *engine, pi_stats *out) {
+    return pi::guarded([&] {
+        pi::require_size(pi::require(out, "out"), "stats");
+        *out = pi::require(engine, "engine").stats();
+    });
+}
+
+pi_status pi_engine_reset_stats(pi_engine *engine) {
+    return pi::guarded([&] { pi::require(engine, "engine").reset_stats(); });
+}
+
+pi_status pi_kv_length(const pi_engine *engine, int32_t sequence, uint32_t *n_tokens) {
+    return pi::guarded([&] {
+        auto &mutable_engine = const_cast<pi_engine &>(pi::require(engine, "engine"));
+        pi::require(n_tokens, "n_tokens") = mutable_engine.idle_cache().length(sequence);
+    });
+}
+
+pi_status pi_kv_truncate(pi_engine *engine, int32_t sequence, uint32_t n_tokens) {
+    return pi::guarded([&] { pi::require(engine, "engine").idle_cache().truncate(sequence, n_tokens); });
+}
+
+pi_status pi_kv_copy(pi_engine *engine, int32_t from, int32_t to) {
+    return pi::guarded([&] { pi::require(engine, "engine").idle_cache().copy(from, to); });
+}
+
+pi_status pi_kv_save(const pi_engine *engine, int32_t sequence, void *data, uint64_t *n_bytes) {
+    return pi::guarded([&] {
+        auto &cache = const_cast<pi_engine &>(pi::require(engine, "engine")).idle_cache();
+        const uint64_t needed = cache.saved_bytes(sequence);
+        if (data != nullptr) {
+            if (pi::require(n_bytes, "n_bytes") < needed)
+                pi::throw_usage("the buffer is too small for the sequence");
+            cache.save(sequence, static_cast<uint8_t *>(data));
+        }
+        pi::require(n_bytes, "n_bytes") = needed;
+    });
+}
+
+pi_status pi_kv_load(pi_engine *engine, int32_t sequence, const void *data, uint64_t n_bytes) {
+    return pi::guarded([&] {
+        const auto *bytes = static_cast<const uint8_t *>(data);
+        if (bytes == nullptr)
+            pi::throw_usage("data is NULL");
+        pi::require(engine, "engine").idle_cache().load(sequence, bytes, n_bytes);
+    });
+}
+
+pi_status pi_sampler_create(const pi_sampler_params *params, pi_sampler **out) {
+    return pi::guarded([&] {
+        pi::require(out, "out");
+        *out = nullptr;
+        *out = new pi_sampler(pi::require(params, "params"));
+    });
+}
+
+void pi_sampler_free(pi_sampler *sampler) {
+    delete sampler;
+}
+
+pi_status pi_sampler_accept(pi_sampler *sampler, int32_t token) {
+    return pi::guarded([&] { pi::require(sampler, "sampler").accept(token); });
+}
+
+pi_status pi_sampler_sample_logits(pi_sampler *sampler, const float *logits, uint32_t n_vocab, int32_t *token,
+                                   float *logprob) {
+    return pi::guarded([&] {
+        pi::require(logits, "logits");
+        pi::require(token, "token") = pi::require(sampler, "sampler").sample(logits, n_vocab);
+        if (logprob != nullptr)
+            *logprob = pi::log_probability(logits, n_vocab, *token);
+    });
+}
+
+pi_status pi_sampler_sample(pi_sampler *sampler, const pi_engine *engine, uint32_t row, int32_t *token,
+                            float *logprob) {
+    const float *logits = nullptr;
+    uint32_t n_vocab = 0;
+    const pi_status status = pi::guarded([&] {
+        const pi::Results &results = pi::require(engine, "engine").results();
+        n_vocab = engine->config().n_vocab;
+        if (row >= results.logits.size() / n_vocab)
+            pi::throw_usage("the last step has no such row of logits");
+        logits = results.logits.data() + uint64_t{row} * n_vocab;
+    });
+    return status == PI_OK ? pi_sampler_sample_logits(sampler, logits, n_vocab, token, logprob) : status;
+}

@@ -1,0 +1,158 @@
+#include "config.h"
+
+#include "status.h"
+
+namespace pi {
+namespace {
+
+// One row for each architecture whose graph the engine knows.
+struct Family {
+    const char *architecture;
+    Norm norm;
+    Rope rope;
+    Block block;
+    bool gated;
+    Activation upstream_activation; // of PowerInfer's own files, which do not state it
+    Activation dense_activation;    // of ordinary dense GGUF files, which do not state it either
+};
+
+constexpr Family families[] = {
+    {"llama", Norm::rms, Rope::interleaved, Block::attention_then_ffn, true, Activation::relu,
+     Activation::silu},
+};
+
+constexpr uint32_t max_dimension = 1u << 24; // far above any model; keeps products within 64 bits
+
+const Family &find_family(const std::string &architecture) {
+    std::string names;
+    for (const Family &family : families) {
+        if (architecture == family.architecture)
+            return family;
+        names += (names.empty() ? "" : ", ") + std::string(family.architecture);
+    }
+    throw Error(PI_FAILURE, "architecture '" + architecture + "' is not supported",
+                "this version runs: " + names);
+}
+
+class Keys {
+  public:
+    Keys(const Gguf &file, std::string prefix) : file_(file), prefix_(std::move(prefix)) {}
+
+    uint32_t dimension(const char *name) const {
+        const auto value = file_.get_u32(prefix_ + name);
+        if (!value)
+            throw_bad_file("metadata key " + prefix_ + name + " is missing");
+        return checked(name, *value);
+    }
+    uint32_t dimension(const char *name, uint32_t otherwise) const {
+        return checked(name, file_.get_u32(prefix_ + name).value_or(otherwise));
+    }
+    float positive(const char *name, std::optional<float> otherwise = {}) const {
+        const auto value = file_.get_f32(prefix_ + name);
+        const float number = value.value_or(otherwise.value_or(0));
+        if (!(number > 0))
+            throw_bad_file("metadata key " + prefix_ + name + " is missing or not positive");
+        return number;
+    }
+
+  private:
+    uint32_t checked(const char *name, uint32_t value) const {
+        if (value == 0 || value > max_dimension)
+            throw_bad_file("metadata key " + prefix_ + name + " = " + std::to_string(value) +
+                           " is out of range");
+        return value;
+    }
+
+    const Gguf &file_;
+    std::string prefix_;
+};
+
+void read_attention(const Gguf &file, const Keys &keys, ModelConfig &config) {
+    config.n_heads = keys.dimension("attention.head_count");
+    config.n_kv_heads = keys.dimension("attention.head_count_kv", config.n_heads);
+    config.head_dim = keys.dimension("attention.key_length", std::max(config.n_embd / config.n_heads, 1u));
+    config.n_rot = keys.dimension("rope.dimension_count", config.head_dim);
+    config.sliding_window = file.get_u32(config.architecture + ".attention.sliding_window").value_or(0);
+    if (config.n_heads % config.n_kv_heads != 0)
+        throw_bad_file("attention.head_count is no multiple of attention.head_count_kv");
+    if (config.n_heads > max_dimension / config.head_dim)
+        throw_bad_file("attention.key_length is out of range");
+    if (keys.dimension("attention.value_length", config.head_dim) != config.head_dim)
+        throw_bad_file("attention.value_length differs from attention.key_length, which is not supported");
+    if (config.n_rot > config.head_dim || config.n_rot % 2 != 0)
+        throw_bad_file("rope.dimension_count is odd or larger than a head");
+}
+
+void read_rope_scaling(const Gguf &file, const Keys &keys, ModelConfig &config) {
+    const auto kind = file.get_string(config.architecture + ".rope.scaling.type").value_or("none");
+    if (kind == "linear") {
+        config.rope_scale = 1 / keys.positive("rope.scaling.factor");
+    } else if (kind != "none") {
+        throw Error(PI_FAILURE, "rope scaling '" + kind + "' is not supported",
+                    "supported: none, linear, and Llama 3's factors (tensor rope_freqs.weight)");
+    }
+}
+
+Activation parse_activation(const std::string &name) {
+    if (name == "silu")
+        return Activation::silu;
+    if (name == "relu")
+        return Activation::relu;
+    throw Error(PI_FAILURE, "powerinfer.activation is '" + name + "', which this version does not know",
+                "known: silu, relu; a newer toolkit may read this file");
+}
+
+void read_ffn(const Gguf &file, const Family &family, ModelConfig &config) {
+    config.sparse_layout = file.find_tensor("blk.0.ffn_down_t.weight") != nullptr;
+    config.has_predictors = file.find_tensor("blk.0.fc1.weight") != nullptr;
+    const auto named = file.get_string("powerinfer.activation");
+    if (file.powerinfer_magic() && !config.sparse_layout)
+        throw_bad_file("the file has PowerInfer's magic but no ffn_down_t tensors");
+    // Only upstream's own files may leave the activation out: guessing would run a model silently wrong.
+    if (config.sparse_layout && !named && !file.powerinfer_magic())
+        throw_bad_file("the file stores ffn_down_t but no key powerinfer.activation");
+    config.activation = named ? parse_activation(*named)
+                              : (config.sparse_layout ? family.upstream_activation : family.dense_activation);
+    config.activation_threshold = file.get_f32("powerinfer.activation_threshold").value_or(0);
+    config.sparse_threshold = file.get_f32("powerinfer.sparse_threshold").value_or(0);
+    config.sink_positions = file.get_u32("powerinfer.sink_positions").value_or(1);
+}
+
+} // namespace
+
+ModelConfig read_config(const Gguf &file) {
+    ModelConfig config;
+    const auto architecture = file.get_string("general.architecture");
+    if (!architecture)
+        throw_bad_file("metadata key general.architecture is missing");
+    const Family &family = find_family(*architecture);
+    config.architecture = *architecture;
+    config.norm = family.norm;
+    config.rope = family.rope;
+    config.block = family.block;
+    config.gated = family.gated;
+
+    const Keys keys(file, config.architecture + ".");
+    config.n_layers = keys.dimension("block_count");
+    config.n_embd = keys.dimension("embedding_length");
+    config.n_ff = keys.dimension("feed_forward_length");
+    config.n_ctx_train = keys.dimension("context_length");
+    config.rms_eps = keys.positive("attention.layer_norm_rms_epsilon");
+    config.rope_theta = keys.positive("rope.freq_base", 10000.0f);
+    read_attention(file, keys, config);
+    read_rope_scaling(file, keys, config);
+    read_ffn(file, family, config);
+    if (file.get_u32(config.architecture + ".expert_count").value_or(0) > 0)
+        throw Error(PI_FAILURE, "mixture-of-experts models are not supported", "use a dense model");
+
+    const TensorView *embedding = file.find_tensor("token_embd.weight");
+    if (embedding == nullptr)
+        throw_bad_file("tensor token_embd.weight is missing");
+    if (embedding->dim(1) > max_dimension)
+        throw_bad_file("token_embd.weight has too many rows");
+    config.n_vocab = static_cast<uint32_t>(embedding->dim(1));
+    config.tied_head = file.find_tensor("output.weight") == nullptr;
+    return config;
+}
+
+} // namespace pi

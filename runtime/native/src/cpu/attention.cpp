@@ -1,0 +1,192 @@
+// attention.cpp: attention on the CPU, page by page with an online softmax. A task is a tile of tokens of one
+// sequence, one KV head and a span of pages; spans are merged by their log-sum-exp in a fixed order.
+#include "stream.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace pi {
+namespace {
+
+constexpr uint32_t max_tile_queries = 32; // query rows that share a pass over the pages
+constexpr uint32_t span_pages = 8;        // of a split long context, for steps of few tokens
+constexpr uint32_t split_tokens = gemv_tokens;
+
+struct Tile {
+    uint32_t token_begin;
+    uint32_t token_end;
+    uint32_t page_begin;
+    uint32_t page_end;
+    uint32_t partial; // index of the tile's first result row: rows [head][token][group head]
+};
+
+// Running softmax results of one query row.
+struct Partials {
+    float *out;  // [n_rows, head_dim]
+    float *peak; // [n_rows]
+    float *sum;  // [n_rows]
+};
+
+uint32_t group_size(const ModelConfig &config) {
+    return config.n_heads / config.n_kv_heads;
+}
+
+std::vector<Tile> make_tiles(const Step &step, const ModelConfig &config) {
+    const uint32_t tile_tokens = std::clamp(max_tile_queries / group_size(config), 1u, max_tile_queries);
+    const bool split = step.n_tokens() <= split_tokens;
+    std::vector<Tile> tiles;
+    uint32_t partial = 0;
+    for (uint32_t begin = 0, end = 0; begin < step.n_tokens(); begin = end) {
+        uint32_t first_page = step.first_page(begin);
+        uint32_t end_page = 0;
+        while (end < step.n_tokens() && end - begin < tile_tokens &&
+               step.sequences[end] == step.sequences[begin]) {
+            first_page = std::min(first_page, step.first_page(end));
+            end_page = std::max(end_page, step.end_page(end));
+            ++end;
+        }
+        const uint32_t span = split ? span_pages : end_page;
+        for (uint32_t page = first_page; page < end_page; page += span) {
+            tiles.push_back({begin, end, page, std::min(page + span, end_page), partial});
+            partial += (end - begin) * config.n_heads;
+        }
+    }
+    return tiles;
+}
+
+class Attention {
+  public:
+    Attention(Stream &stream, const AttentionArgs &args)
+        : stream_(stream), args_(args), config_(*args.config), step_(*args.step),
+          tiles_(make_tiles(step_, config_)), group_(group_size(config_)) {
+        const Tile &last = tiles_.back();
+        const uint64_t n_rows = last.partial + uint64_t{last.token_end - last.token_begin} * config_.n_heads;
+        float *memory = stream.partials.floats(n_rows * (config_.head_dim + 2));
+        partials_ = {memory, memory + n_rows * config_.head_dim, memory + n_rows * (config_.head_dim + 1)};
+        queries_ = stream.heads.floats(uint64_t{stream.pool.n_threads()} * tile_floats());
+    }
+
+    void run() {
+        const int64_t n_tasks = static_cast<int64_t>(tiles_.size()) * config_.n_kv_heads;
+        stream_.pool.run(n_tasks, [this](int64_t task, uint32_t thread) {
+            const auto index = static_cast<uint32_t>(task);
+            attend_tile(tiles_[index / config_.n_kv_heads], index % config_.n_kv_heads, thread);
+        });
+        for (size_t i = 0; i < tiles_.size();)
+            i = merge(i);
+    }
+
+  private:
+    uint64_t tile_floats() const { return uint64_t{std::max(max_tile_queries, group_)} * config_.head_dim; }
+    uint64_t row_of(const Tile &tile, uint32_t kv_head) const {
+        return tile.partial + uint64_t{kv_head} * (tile.token_end - tile.token_begin) * group_;
+    }
+
+    // The tile's queries of one KV head, scaled: [token][group head][head_dim].
+    float *gather_queries(const Tile &tile, uint32_t kv_head, uint32_t thread) const {
+        const float scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
+        const uint64_t width = uint64_t{group_} * config_.head_dim;
+        float *queries = queries_ + thread * tile_floats();
+        for (uint32_t token = tile.token_begin; token < tile.token_end; ++token) {
+            const float *from = args_.q + uint64_t{token} * config_.n_embd_q() + kv_head * width;
+            float *to = queries + (token - tile.token_begin) * width;
+            for (uint64_t i = 0; i < width; ++i)
+                to[i] = from[i] * scale;
+        }
+        return queries;
+    }
+
+    void attend_tile(const Tile &tile, uint32_t kv_head, uint32_t thread) const {
+        const uint32_t n_q = (tile.token_end - tile.token_begin) * group_;
+        const uint64_t row = row_of(tile, kv_head);
+        pi_attend work{};
+        work.q = gather_queries(tile, kv_head, thread);
+        work.out = partials_.out + row * config_.head_dim;
+        work.peak = partials_.peak + row;
+        work.sum = partials_.sum + row;
+        work.n_q = n_q;
+        work.head_dim = config_.head_dim;
+        std::fill_n(work.out, uint64_t{n_q} * config_.head_dim, 0.0f);
+        std::fill_n(work.peak, n_q, -std::numeric_limits<float>::infinity());
+        std::fill_n(work.sum, n_q, 0.0f);
+        for (uint32_t page = tile.page_begin; page < tile.page_end; ++page)
+            attend_page(tile, kv_head, page, work);
+    }
+
+    void attend_page(const Tile &tile, uint32_t kv_head, uint32_t page, pi_attend &work) const {
+        uint32_t visible[max_tile_queries];
+        std::vector<uint32_t> many; // a group larger than a tile has one token a tile
+        uint32_t *bits = visible;
+        if (work.n_q > max_tile_queries) {
+            many.resize(static_cast<size_t>(work.n_q));
+            bits = many.data();
+        }
+        for (uint32_t token = tile.token_begin; token < tile.token_end; ++token)
+            std::fill_n(bits + (token - tile.token_begin) * group_, group_, step_.visible(token, page));
+        const KvShape &shape = args_.cache->shape();
+        const uint8_t *head = args_.cache->head(
+            args_.layer, args_.cache->page_of(step_.sequences[tile.token_begin], page * PI_PAGE), kv_head);
+        work.visible = bits;
+        work.k = head;
+        work.v = head + shape.half_bytes();
+        shape.element_bytes == 4 ? stream_.kernels.attend_f32(&work) : stream_.kernels.attend_f16(&work);
+    }
+
+    // Merges the spans of the tile at `first` into the output; returns the index of the next tile of other
+    // tokens.
+    size_t merge(size_t first) const {
+        size_t end = first;
+        while (end < tiles_.size() && tiles_[end].token_begin == tiles_[first].token_begin)
+            ++end;
+        const Tile &tile = tiles_[first];
+        const uint32_t n_tokens = tile.token_end - tile.token_begin;
+        for (uint32_t head = 0; head < config_.n_heads; ++head) {
+            for (uint32_t t = 0; t < n_tokens; ++t) {
+                const uint64_t row = (uint64_t{head / group_} * n_tokens + t) * group_ + head % group_;
+                merge_row({tiles_.data() + first, end - first}, row, tile.token_begin + t, head);
+            }
+        }
+        return end;
+    }
+
+    void merge_row(std::span<const Tile> spans, uint64_t row, uint32_t token, uint32_t head) const {
+        float peak = -std::numeric_limits<float>::infinity();
+        for (const Tile &span : spans)
+            peak = std::max(peak, partials_.peak[span.partial + row]);
+        float *out = args_.out + uint64_t{token} * config_.n_embd_q() + uint64_t{head} * config_.head_dim;
+        std::fill_n(out, config_.head_dim, 0.0f);
+        float sum = 0;
+        for (const Tile &span : spans) {
+            const uint64_t index = span.partial + row;
+            if (partials_.sum[index] == 0)
+                continue; // nothing visible in this span
+            const float weight = std::exp(partials_.peak[index] - peak);
+            sum += weight * partials_.sum[index];
+            const float *part = partials_.out + index * config_.head_dim;
+            for (uint32_t i = 0; i < config_.head_dim; ++i)
+                out[i] += weight * part[i];
+        }
+        for (uint32_t i = 0; i < config_.head_dim; ++i)
+            out[i] /= sum;
+        if (args_.lse != nullptr)
+            args_.lse[uint64_t{token} * config_.n_heads + head] = peak + std::log(sum);
+    }
+
+    Stream &stream_;
+    const AttentionArgs &args_;
+    const ModelConfig &config_;
+    const Step &step_;
+    const std::vector<Tile> tiles_;
+    const uint32_t group_;
+    Partials partials_{};
+    float *queries_ = nullptr;
+};
+
+} // namespace
+
+void cpu_attend(Stream &stream, const AttentionArgs &args) {
+    Attention(stream, args).run();
+}
+
+} // namespace pi

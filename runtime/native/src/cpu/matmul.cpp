@@ -1,0 +1,236 @@
+// matmul.cpp: matrix products on the CPU. Few tokens: rows of weights against vectors, int8 or float. Many
+// tokens: weight tiles dequantised once and multiplied with packed panels of tokens.
+#include "stream.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace pi {
+namespace {
+
+constexpr int64_t chunk_bytes = 32 * 1024;
+constexpr int64_t min_chunk_rows = 8;
+constexpr int64_t tile_outputs =
+    96; // output columns of a packed tile: a multiple of 32 and of every register tile
+constexpr int64_t tile_depth = 256;      // inputs of a packed tile
+constexpr int64_t max_pass_tokens = 512; // tokens that share one dequantised tile
+
+struct RowChunk {
+    const Product *product;
+    int64_t begin; // rows within the product's range
+    int64_t end;
+};
+
+const pi_type_kernels &type_kernels(const Stream &stream, const Matrix &matrix) {
+    return stream.kernels.type[matrix.type->kernel_index];
+}
+
+std::vector<RowChunk> split_rows(std::span<const Product> products, int64_t rows_each) {
+    std::vector<RowChunk> chunks;
+    for (const Product &product : products) {
+        const auto n_rows = static_cast<int64_t>(product.row_end - product.row_begin);
+        const int64_t step =
+            rows_each > 0 ? rows_each : rows_per_chunk(static_cast<int64_t>(product.matrix->row_bytes));
+        for (int64_t begin = 0; begin < n_rows; begin += step)
+            chunks.push_back({&product, begin, std::min(begin + step, n_rows)});
+    }
+    return chunks;
+}
+
+pi_rows chunk_rows(const RowChunk &chunk) {
+    const uint64_t base = chunk.product->row_begin;
+    return chunk.product->matrix->rows(base + static_cast<uint64_t>(chunk.begin),
+                                       base + static_cast<uint64_t>(chunk.end));
+}
+
+void multiply_rows(const Stream &stream, const RowChunk &chunk, const float *x, uint32_t n_tokens) {
+    const Product &product = *chunk.product;
+    const pi_type_kernels &kernels = type_kernels(stream, *product.matrix);
+    const pi_rows rows = chunk_rows(chunk);
+    const bool int8 = uses_int8(stream, *product.matrix, n_tokens);
+    const uint64_t width = product.row_end - product.row_begin;
+    for (uint32_t token = 0; token < n_tokens; ++token) {
+        float *out = product.out + token * width + chunk.begin;
+        if (int8) {
+            kernels.dot_q8(&rows, &stream.quantised.tokens[token], out);
+        } else {
+            kernels.dot_f32(&rows, x + token * product.matrix->n_cols, out);
+        }
+        if (product.bias != nullptr)
+            stream.kernels.add(product.bias + chunk.begin, chunk.end - chunk.begin, out);
+    }
+}
+
+// x [n_tokens, n_k] as panels [panel][n_k][gemm_panel], the last one padded with zeros.
+const float *pack_panels(Stream &stream, const float *x, int64_t n_tokens, int64_t n_k) {
+    const int64_t width = stream.kernels.gemm_panel;
+    const int64_t n_panels = (n_tokens + width - 1) / width;
+    float *panels = stream.panels.floats(static_cast<uint64_t>(n_panels * n_k * width));
+    const int64_t n_slices = (n_k + tile_depth - 1) / tile_depth;
+    stream.pool.run(n_panels * n_slices, [&](int64_t chunk, uint32_t) {
+        const int64_t first = chunk / n_slices * width;
+        const int64_t k_begin = chunk % n_slices * tile_depth;
+        const int64_t k_end = std::min(k_begin + tile_depth, n_k);
+        float *panel = panels + first * n_k;
+        for (int64_t t = 0; t < width; ++t) {
+            const float *row = first + t < n_tokens ? x + (first + t) * n_k : nullptr;
+            for (int64_t k = k_begin; k < k_end; ++k)
+                panel[k * width + t] = row == nullptr ? 0.0f : row[k];
+        }
+    });
+    return panels;
+}
+
+// One block of output columns of a product: rows of a matrix, or columns of a transposed one.
+struct OutputBlock {
+    pi_rows rows; // of the range
+    const pi_type_kernels *type;
+    bool transposed;
+    int64_t begin; // output columns
+    int64_t size;
+    int64_t n_k;
+    const float *bias; // from `begin` on, or null
+    float *out;        // out[token * out_width + column]
+    int64_t out_width;
+};
+
+void fill_tile(const OutputBlock &block, int64_t k_begin, int64_t k_size, float *tile) {
+    const auto *base = static_cast<const uint8_t *>(block.rows.base);
+    const int64_t n = block.transposed ? k_size : block.size;
+    for (int64_t i = 0; i < n; ++i) {
+        if (block.transposed) {
+            block.type->dequantize(base + (k_begin + i) * block.rows.row_bytes, block.begin, block.size,
+                                   tile + i * tile_outputs);
+        } else {
+            block.type->dequantize(base + (block.begin + i) * block.rows.row_bytes, k_begin, k_size,
+                                   tile + i * tile_depth);
+        }
+    }
+}
+
+// sums [size, stride] of tokens [first, first + n), transposed into the output rows.
+void write_block(const OutputBlock &block, const float *sums, int64_t stride, int64_t first, int64_t n) {
+    for (int64_t t = 0; t < n; ++t) {
+        float *out = block.out + (first + t) * block.out_width + block.begin;
+        for (int64_t i = 0; i < block.size; ++i)
+            out[i] = sums[i * stride + t] + (block.bias == nullptr ? 0.0f : block.bias[i]);
+    }
+}
+
+int64_t padded_pass(int64_t n_tokens, int64_t width) {
+    return (std::min(n_tokens, max_pass_tokens) + width - 1) / width * width;
+}
+
+void multiply_block(const Stream &stream, const OutputBlock &block, const float *panels, int64_t n_tokens,
+                    float *tile, float *sums) {
+    const int64_t width = stream.kernels.gemm_panel;
+    const int64_t stride = padded_pass(n_tokens, width);
+    for (int64_t first = 0; first < n_tokens; first += stride) {
+        const int64_t n = std::min(stride, n_tokens - first);
+        std::memset(sums, 0, static_cast<size_t>(block.size * stride) * sizeof(float));
+        for (int64_t k = 0; k < block.n_k; k += tile_depth) {
+            const int64_t k_size = std::min(tile_depth, block.n_k - k);
+            fill_tile(block, k, k_size, tile);
+            for (int64_t t = 0; t < n; t += width) {
+                const float *panel = panels + ((first + t) * block.n_k + k * width);
+                stream.kernels.gemm_tile(tile, block.transposed ? 1 : tile_depth,
+                                         block.transposed ? tile_outputs : 1, block.size, panel, k_size,
+                                         sums + t, stride);
+            }
+        }
+        write_block(block, sums, stride, first, n);
+    }
+}
+
+void multiply_blocks(Stream &stream, const std::vector<OutputBlock> &blocks, const float *panels,
+                     uint32_t n_tokens) {
+    const int64_t tile_floats = tile_outputs * tile_depth;
+    const int64_t sum_floats = tile_outputs * padded_pass(n_tokens, stream.kernels.gemm_panel);
+    float *scratch =
+        stream.tiles.floats(static_cast<uint64_t>((tile_floats + sum_floats) * stream.pool.n_threads()));
+    stream.pool.run(static_cast<int64_t>(blocks.size()), [&](int64_t index, uint32_t thread) {
+        float *tile = scratch + thread * (tile_floats + sum_floats);
+        multiply_block(stream, blocks[static_cast<size_t>(index)], panels, n_tokens, tile,
+                       tile + tile_floats);
+    });
+}
+
+void multiply_packed(Stream &stream, std::span<const Product> products, const float *x, uint32_t n_tokens) {
+    const auto n_k = static_cast<int64_t>(products[0].matrix->n_cols);
+    std::vector<OutputBlock> blocks;
+    for (const RowChunk &chunk : split_rows(products, tile_outputs)) {
+        const Product &product = *chunk.product;
+        blocks.push_back({product.matrix->rows(product.row_begin, product.row_end),
+                          &type_kernels(stream, *product.matrix), false, chunk.begin, chunk.end - chunk.begin,
+                          n_k, product.bias == nullptr ? nullptr : product.bias + chunk.begin, product.out,
+                          static_cast<int64_t>(product.row_end - product.row_begin)});
+    }
+    multiply_blocks(stream, blocks, pack_panels(stream, x, n_tokens, n_k), n_tokens);
+}
+
+} // namespace
+
+Scratch::~Scratch() {
+    ::operator delete(data_, std::align_val_t{64});
+}
+
+float *Scratch::floats(uint64_t n) {
+    if (n > capacity_) {
+        ::operator delete(data_, std::align_val_t{64});
+        data_ = nullptr;
+        capacity_ = 0;
+        data_ = static_cast<float *>(::operator new(n * sizeof(float), std::align_val_t{64}));
+        capacity_ = n;
+    }
+    return data_;
+}
+
+int64_t rows_per_chunk(int64_t row_bytes) {
+    return std::max(chunk_bytes / row_bytes, min_chunk_rows);
+}
+
+bool uses_int8(const Stream &stream, const Matrix &matrix, uint32_t n_tokens) {
+    return stream.int8_activations && matrix.type->quantised && n_tokens <= gemv_tokens;
+}
+
+void quantise_input(Stream &stream, const float *x, uint32_t n_tokens, uint64_t n_cols) {
+    QuantisedInput &input = stream.quantised;
+    auto *q = input.q.as<int8_t>(n_tokens * n_cols);
+    float *d = input.d.floats(n_tokens * n_cols / PI_QK);
+    float *s = input.s.floats(n_tokens * n_cols / PI_QK);
+    input.tokens.clear();
+    for (uint32_t token = 0; token < n_tokens; ++token) {
+        const uint64_t begin = token * n_cols;
+        input.tokens.push_back({q + begin, d + begin / PI_QK, s + begin / PI_QK});
+        stream.kernels.quantize_q8(x + begin, static_cast<int64_t>(n_cols), &input.tokens.back());
+    }
+}
+
+void cpu_matmul(Stream &stream, std::span<const Product> products, const float *x, uint32_t n_tokens) {
+    if (n_tokens > gemv_tokens)
+        return multiply_packed(stream, products, x, n_tokens);
+    const bool int8 = std::any_of(products.begin(), products.end(), [&](const Product &product) {
+        return uses_int8(stream, *product.matrix, n_tokens);
+    });
+    if (int8)
+        quantise_input(stream, x, n_tokens, products[0].matrix->n_cols);
+    const std::vector<RowChunk> chunks = split_rows(products, 0);
+    stream.pool.run(static_cast<int64_t>(chunks.size()), [&](int64_t index, uint32_t) {
+        multiply_rows(stream, chunks[static_cast<size_t>(index)], x, n_tokens);
+    });
+}
+
+void matmul_transposed(Stream &stream, const Matrix &matrix, uint64_t row_begin, uint64_t row_end,
+                       const float *h, uint32_t n_tokens, float *out) {
+    const auto n_k = static_cast<int64_t>(row_end - row_begin);
+    const auto n_cols = static_cast<int64_t>(matrix.n_cols);
+    std::vector<OutputBlock> blocks;
+    for (int64_t begin = 0; begin < n_cols; begin += tile_outputs) {
+        blocks.push_back({matrix.rows(row_begin, row_end), &type_kernels(stream, matrix), true, begin,
+                          std::min(tile_outputs, n_cols - begin), n_k, nullptr, out, n_cols});
+    }
+    multiply_blocks(stream, blocks, pack_panels(stream, h, n_tokens, n_k), n_tokens);
+}
+
+} // namespace pi

@@ -1,0 +1,133 @@
+// ops.cpp: the CPU backend's row-wise operations and its table.
+#include "../sampler.h"
+#include "stream.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <new>
+
+namespace pi {
+namespace {
+
+float *allocate(Stream &, uint64_t n_floats) {
+    return static_cast<float *>(::operator new(n_floats * sizeof(float), std::align_val_t{64}));
+}
+
+void release(Stream &, float *data) noexcept {
+    ::operator delete(data, std::align_val_t{64});
+}
+
+void copy(Stream &, const float *from, uint64_t n, float *to) {
+    std::copy_n(from, n, to);
+}
+
+void gather(Stream &, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n, float *out) {
+    for (uint32_t i = 0; i < n_rows; ++i)
+        std::copy_n(x + uint64_t{rows[i]} * n, n, out + uint64_t{i} * n);
+}
+
+void embed(Stream &stream, const Matrix &embedding, const int32_t *tokens, uint32_t n, float *out) {
+    const auto dequantize = stream.kernels.type[embedding.type->kernel_index].dequantize;
+    stream.pool.run(n, [&](int64_t i, uint32_t) {
+        const auto row = static_cast<uint64_t>(tokens[i]);
+        dequantize(embedding.rows(row, row + 1).base, 0, static_cast<int64_t>(embedding.n_cols),
+                   out + i * static_cast<int64_t>(embedding.n_cols));
+    });
+}
+
+void rms_norm(Stream &stream, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
+              float *out) {
+    stream.pool.run(n_rows, [&](int64_t row, uint32_t) {
+        stream.kernels.rms_norm(x + row * n, gain, n, eps, out + row * n);
+    });
+}
+
+void add(Stream &stream, const float *x, uint64_t n, float *y) {
+    constexpr int64_t slice = 8192;
+    const auto total = static_cast<int64_t>(n);
+    stream.pool.run((total + slice - 1) / slice, [&](int64_t i, uint32_t) {
+        stream.kernels.add(x + i * slice, std::min(slice, total - i * slice), y + i * slice);
+    });
+}
+
+void rope(Stream &stream, float *x, uint32_t n_tokens, uint32_t n_heads, const ModelConfig &config,
+          const float *cosine, const float *sine) {
+    const int64_t width = int64_t{n_heads} * config.head_dim;
+    const int64_t pairs = config.n_rot / 2;
+    stream.pool.run(n_tokens, [&](int64_t token, uint32_t) {
+        stream.kernels.rope(x + token * width, n_heads, config.head_dim, config.n_rot, cosine + token * pairs,
+                            sine + token * pairs);
+    });
+}
+
+// K of a head becomes column `at` of [head_dim, PI_PAGE], V row `at` of [PI_PAGE, head_dim].
+template <typename T>
+void store_head(const T *k, const T *v, uint32_t head_dim, uint32_t at, uint8_t *page_k, uint8_t *page_v) {
+    for (uint32_t i = 0; i < head_dim; ++i)
+        reinterpret_cast<T *>(page_k)[i * PI_PAGE + at] = k[i];
+    std::memcpy(page_v + uint64_t{at} * head_dim * sizeof(T), v, head_dim * sizeof(T));
+}
+
+void store_token(const Stream &stream, const KvCache &cache, const Step &step, uint32_t layer, uint32_t token,
+                 const float *k, const float *v, pi_half *halves) {
+    const KvShape &shape = cache.shape();
+    const uint32_t slot = step.slots[token];
+    const uint32_t page = cache.page_of(step.sequences[token], slot);
+    for (uint32_t head = 0; head < shape.n_kv_heads; ++head, k += shape.head_dim, v += shape.head_dim) {
+        uint8_t *page_k = cache.head(layer, page, head);
+        uint8_t *page_v = page_k + shape.half_bytes();
+        if (shape.element_bytes == sizeof(float)) {
+            store_head(k, v, shape.head_dim, slot % PI_PAGE, page_k, page_v);
+        } else {
+            stream.kernels.to_half(k, shape.head_dim, halves);
+            stream.kernels.to_half(v, shape.head_dim, halves + shape.head_dim);
+            store_head(halves, halves + shape.head_dim, shape.head_dim, slot % PI_PAGE, page_k, page_v);
+        }
+    }
+}
+
+void store_kv(Stream &stream, const KvCache &cache, const Step &step, uint32_t layer, const float *k,
+              const float *v) {
+    const uint64_t head_dim = cache.shape().head_dim;
+    const uint64_t width = cache.shape().n_kv_heads * head_dim;
+    auto *halves = stream.heads.as<pi_half>(stream.pool.n_threads() * 2 * head_dim);
+    stream.pool.run(step.n_tokens(), [&](int64_t token, uint32_t thread) {
+        const auto at = static_cast<uint64_t>(token) * width;
+        store_token(stream, cache, step, layer, static_cast<uint32_t>(token), k + at, v + at,
+                    halves + thread * 2 * head_dim);
+    });
+}
+
+void log_probabilities(Stream &stream, const float *logits, uint32_t n_rows, uint32_t n_vocab,
+                       const int32_t *targets, float *host) {
+    stream.pool.run(n_rows, [&](int64_t i, uint32_t) {
+        host[i] = targets[i] < 0 ? std::numeric_limits<float>::quiet_NaN()
+                                 : log_probability(logits + i * n_vocab, n_vocab, targets[i]);
+    });
+}
+
+void synchronize(Stream &) {} // every operation is done when it returns
+
+} // namespace
+
+const Ops cpu_ops = {
+    .name = "cpu",
+    .allocate = allocate,
+    .release = release,
+    .upload = copy,
+    .download = copy,
+    .gather = gather,
+    .embed = embed,
+    .rms_norm = rms_norm,
+    .matmul = cpu_matmul,
+    .add = add,
+    .rope = rope,
+    .store_kv = store_kv,
+    .attend = cpu_attend,
+    .ffn = cpu_ffn,
+    .log_probabilities = log_probabilities,
+    .synchronize = synchronize,
+};
+
+} // namespace pi

@@ -1,0 +1,77 @@
+// stream.h: the CPU backend: a thread pool, one kernel table and scratch that grows to the largest step.
+// Operations are done when they return.
+#pragma once
+
+#include "../ops.h"
+#include "../pool.h"
+#include "kernels/kernels.h"
+
+namespace pi {
+
+// Float scratch, aligned for vectors, that only grows.
+class Scratch {
+  public:
+    Scratch() = default;
+    ~Scratch();
+    Scratch(const Scratch &) = delete;
+    Scratch &operator=(const Scratch &) = delete;
+
+    // At least n floats; contents are not kept. Throws std::bad_alloc.
+    float *floats(uint64_t n);
+    template <typename T>
+    T *as(uint64_t n) {
+        static_assert(alignof(T) <= 64);
+        return reinterpret_cast<T *>(floats((n * sizeof(T) + sizeof(float) - 1) / sizeof(float)));
+    }
+
+  private:
+    float *data_ = nullptr;
+    uint64_t capacity_ = 0;
+};
+
+// Activations of a few tokens as int8 blocks.
+struct QuantisedInput {
+    Scratch q, d, s;
+    std::vector<pi_q8_vector> tokens;
+};
+
+struct Stream {
+    Stream(uint32_t n_threads, const pi_kernels &table, bool int8)
+        : pool(n_threads), kernels(table), int8_activations(int8) {}
+
+    Pool pool;
+    const pi_kernels &kernels;
+    const bool int8_activations; // against quantised weights, for up to gemv_tokens tokens at once
+
+    QuantisedInput quantised;
+    Scratch panels;   // packed input of a matrix product
+    Scratch tiles;    // [n_threads] weight tile and output tile
+    Scratch partials; // attention splits, or FFN groups
+    Scratch heads;    // [n_threads] gathered queries of an attention tile
+    Scratch gate, up; // [n_tokens, n_ff]
+    Scratch fired_index, fired_coef, fired_count;
+    Scratch group_index, group_coef;
+    Scratch predicted, predictor_hidden, predictor_logits;
+};
+
+// Steps of up to this many tokens multiply row by row; larger ones through packed tiles.
+constexpr uint32_t gemv_tokens = 4;
+
+// Rows whose weights make a chunk worth handing to a thread.
+int64_t rows_per_chunk(int64_t row_bytes);
+
+// Fills stream.quantised with the tokens of x [n_tokens, n_cols].
+void quantise_input(Stream &stream, const float *x, uint32_t n_tokens, uint64_t n_cols);
+bool uses_int8(const Stream &stream, const Matrix &matrix, uint32_t n_tokens);
+
+// out [n_tokens, n_embd] = h [n_tokens, n_rows of the range] . rows: the product with a transposed matrix.
+void matmul_transposed(Stream &stream, const Matrix &matrix, uint64_t row_begin, uint64_t row_end,
+                       const float *h, uint32_t n_tokens, float *out);
+
+void cpu_matmul(Stream &stream, std::span<const Product> products, const float *x, uint32_t n_tokens);
+void cpu_attend(Stream &stream, const AttentionArgs &args);
+void cpu_ffn(Stream &stream, const FfnArgs &args);
+
+extern const Ops cpu_ops;
+
+} // namespace pi

@@ -1,0 +1,157 @@
+#include "engine.h"
+
+#include "isa.h"
+#include "status.h"
+
+#include <chrono>
+#include <csignal>
+
+namespace {
+
+pi::KvShape kv_shape(const pi::Plan &plan, const pi::ModelConfig &config) {
+    return {config.n_layers,
+            config.n_kv_heads,
+            config.head_dim,
+            plan.n_kv_pages,
+            plan.n_sequences,
+            plan.n_context,
+            plan.kv_type == PI_TYPE_F32 ? 4u : 2u};
+}
+
+} // namespace
+
+pi_engine::pi_engine(const pi_model &model, const pi_plan &plan)
+    : model_(model), plan_(pi::check_plan(plan, model.config)), cache_(kv_shape(plan_, model.config)),
+      stream_(plan_.n_threads, pi::select_kernels(plan.isa), plan_.activation_type == PI_TYPE_Q8_0),
+      buffers_(pi::cpu_ops, stream_, model.config, plan_.max_batch_tokens) {
+    sigset_t all;
+    sigset_t before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); // signals belong to the host program's threads
+    driver_ = std::thread([this] { drive(); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+pi_engine::~pi_engine() {
+    {
+        const std::lock_guard lock(mutex_);
+        stopping_ = true;
+        abort_requested_ = true;
+    }
+    changed_.notify_all();
+    driver_.join();
+}
+
+void pi_engine::require_idle() const {
+    const std::lock_guard lock(mutex_);
+    if (finished_ != submitted_)
+        pi::throw_usage("a step is still running: wait for it first");
+}
+
+pi::KvCache &pi_engine::idle_cache() {
+    require_idle();
+    return cache_;
+}
+
+const pi::Results &pi_engine::results() const {
+    require_idle();
+    return results_;
+}
+
+void pi_engine::set_abort(pi_abort_fn callback, void *user) {
+    require_idle();
+    abort_callback_ = callback;
+    abort_user_ = user;
+}
+
+bool pi_engine::interrupted() const {
+    return abort_requested_ || (abort_callback_ != nullptr && abort_callback_(abort_user_) != 0);
+}
+
+uint64_t pi_engine::submit(const pi_batch &batch) {
+    require_idle();
+    auto step = std::make_unique<pi::Step>(batch, model_.config, cache_, plan_.max_batch_tokens);
+    const std::lock_guard lock(mutex_);
+    step_ = std::move(step);
+    failure_ = nullptr;
+    abort_requested_ = false;
+    changed_.notify_all();
+    return ++submitted_;
+}
+
+bool pi_engine::wait(uint64_t ticket, uint32_t timeout_ms) {
+    std::unique_lock lock(mutex_);
+    if (ticket == 0 || ticket > submitted_)
+        pi::throw_usage("no step has this ticket");
+    const auto done = [&] { return finished_ >= ticket; };
+    if (timeout_ms == UINT32_MAX) {
+        changed_.wait(lock, done);
+    } else if (!changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms), done)) {
+        return false;
+    }
+    if (ticket == finished_ && failure_ != nullptr)
+        std::rethrow_exception(failure_);
+    return true;
+}
+
+void pi_engine::drive() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        changed_.wait(lock, [&] { return stopping_ || finished_ != submitted_; });
+        if (stopping_)
+            return;
+        lock.unlock();
+        std::exception_ptr failure;
+        try {
+            run_step();
+        } catch (...) {
+            failure = std::current_exception();
+        }
+        lock.lock();
+        failure_ = failure;
+        finished_ = submitted_;
+        changed_.notify_all();
+    }
+}
+
+void pi_engine::run_step() {
+    const pi::Step &step = *step_;
+    const pi::Forward forward{model_, plan_, pi::cpu_ops, stream_, buffers_, cache_};
+    pi::FfnCounts counts;
+    try {
+        for (const auto &[sequence, n] : step.growth)
+            cache_.reserve(sequence, n);
+        forward.run(step, [this] { return interrupted(); }, counts, results_);
+    } catch (...) { // the sequences stay as they were
+        for (const auto &[sequence, n] : step.growth)
+            cache_.truncate(sequence, cache_.length(sequence));
+        throw;
+    }
+    for (const auto &[sequence, n] : step.growth)
+        cache_.advance(sequence, n);
+    counts_.total += counts.total;
+    counts_.guessed += counts.guessed;
+    counts_.active += counts.active;
+    n_tokens_ += step.n_tokens();
+}
+
+pi_stats pi_engine::stats() const {
+    require_idle();
+    pi_stats stats{};
+    stats.size = sizeof(stats);
+    stats.n_threads = plan_.n_threads;
+    stats.n_tokens = n_tokens_;
+    stats.neurons_total = counts_.total;
+    stats.neurons_active = counts_.active;
+    stats.neurons_guessed = counts_.guessed;
+    stats.kv_bytes = cache_.n_bytes();
+    stats.scratch_bytes = buffers_.n_bytes();
+    stats.isa = stream_.kernels.name;
+    return stats;
+}
+
+void pi_engine::reset_stats() {
+    require_idle();
+    counts_ = {};
+    n_tokens_ = 0;
+}

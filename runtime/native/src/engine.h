@@ -1,0 +1,60 @@
+// engine.h: a model under a plan: the backend's stream, buffers and KV cache, and the thread that runs one
+// step at a time while the caller does something else.
+#pragma once
+
+#include "cpu/stream.h"
+#include "forward.h"
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+
+struct pi_engine {
+    // Throws pi::Error when the plan cannot be executed as it stands.
+    pi_engine(const pi_model &model, const pi_plan &plan);
+    ~pi_engine();
+    pi_engine(const pi_engine &) = delete;
+    pi_engine &operator=(const pi_engine &) = delete;
+
+    uint64_t submit(const pi_batch &batch);
+    // False when the time ran out first. Throws the step's failure.
+    bool wait(uint64_t ticket, uint32_t timeout_ms);
+    void abort() { abort_requested_ = true; }
+    void set_abort(pi_abort_fn callback, void *user);
+
+    // The cache and the results belong to the caller between steps; throws pi::Error while one runs.
+    pi::KvCache &idle_cache();
+    const pi::Results &results() const;
+    const pi::ModelConfig &config() const { return model_.config; }
+    pi_stats stats() const;
+    void reset_stats();
+
+  private:
+    void drive();
+    void run_step();
+    void require_idle() const;
+    bool interrupted() const;
+
+    const pi_model &model_;
+    const pi::Plan plan_;
+    pi::KvCache cache_;
+    pi::Stream stream_;
+    pi::Buffers buffers_;
+    pi::FfnCounts counts_;
+    uint64_t n_tokens_ = 0;
+    pi::Results results_;
+
+    pi_abort_fn abort_callback_ = nullptr;
+    void *abort_user_ = nullptr;
+    std::atomic<bool> abort_requested_{false};
+
+    // Guarded by mutex_: the step in flight and how the last one ended.
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::unique_ptr<pi::Step> step_;
+    std::exception_ptr failure_;
+    uint64_t submitted_ = 0;
+    uint64_t finished_ = 0;
+    bool stopping_ = false;
+    std::thread driver_; // last: it uses all of the above
+};

@@ -1,0 +1,87 @@
+// forward.h: one walk over the layers, the same for every backend and block shape.
+#pragma once
+
+#include "model.h"
+#include "ops.h"
+#include "plan.h"
+
+#include <atomic>
+
+namespace pi {
+
+// What a step leaves behind.
+struct Results {
+    std::vector<float> logits;   // [wanted, n_vocab]
+    std::vector<float> logprobs; // [n_tokens] or empty
+};
+
+// A backend's activations of one step; sized for max_batch_tokens.
+class Buffers {
+  public:
+    Buffers(const Ops &ops, Stream &stream, const ModelConfig &config, uint32_t max_tokens);
+    ~Buffers();
+    Buffers(const Buffers &) = delete;
+    Buffers &operator=(const Buffers &) = delete;
+
+    uint64_t n_bytes() const { return n_floats_ * sizeof(float); }
+
+    float *residual; // [n_tokens, n_embd]
+    float *normed;   // [n_tokens, n_embd]
+    float *q;        // [n_tokens, n_embd_q]
+    float *k;        // [n_tokens, n_embd_kv]
+    float *v;        // [n_tokens, n_embd_kv]
+    float *attended; // [n_tokens, n_embd_q]
+    float *block;    // [n_tokens, n_embd] output of attention or FFN before it is added
+    float *cosine;   // [n_tokens, n_rot / 2]
+    float *sine;     // [n_tokens, n_rot / 2]
+    float *logits;   // [logit_rows, n_vocab]
+
+    static constexpr uint32_t logit_rows = 64; // rows of the head computed at a time
+
+  private:
+    float *take(uint64_t n_floats);
+
+    const Ops &ops_;
+    Stream &stream_;
+    uint64_t n_floats_ = 0;
+    std::vector<float *> owned_;
+};
+
+struct Forward {
+    const pi_model &model;
+    const Plan &plan;
+    const Ops &ops;
+    Stream &stream;
+    Buffers &buffers;
+    const KvCache &cache;
+
+    // Computes the step's new tokens; their KV slots are reserved. `interrupted` is asked between layers;
+    // true ends the step with Error (PI_INTERRUPTED).
+    template <typename Interrupted>
+    void run(const Step &step, const Interrupted &interrupted, FfnCounts &counts, Results &results) const {
+        begin(step);
+        const std::vector<uint8_t> modes = ffn_modes(step);
+        for (uint32_t layer = 0; layer < model.config.n_layers; ++layer) {
+            if (interrupted())
+                throw_interrupted();
+            attention(step, layer);
+            ffn(step, layer, modes.data(), counts);
+        }
+        finish(step, results);
+    }
+
+    // PI_FFN_* of every token: the plan's tier, the batch's rules and the attention sink.
+    std::vector<uint8_t> ffn_modes(const Step &step) const;
+
+  private:
+    [[noreturn]] static void throw_interrupted();
+    void begin(const Step &step) const;
+    void rope_angles(const Step &step) const;
+    void attention(const Step &step, uint32_t layer) const;
+    void ffn(const Step &step, uint32_t layer, const uint8_t *modes, FfnCounts &counts) const;
+    void finish(const Step &step, Results &results) const;
+    void head(const std::vector<uint32_t> &rows, const Step &step, Results &results) const;
+    void read_rows(std::span<const uint32_t> rows, const Step &step, Results &results) const;
+};
+
+} // namespace pi

@@ -1,0 +1,79 @@
+// kv.h: the KV cache: pages of PI_PAGE token positions behind one block table. Sequences share full pages
+// after a copy (counted references); a shared page is duplicated before it is written.
+#pragma once
+
+#include "config.h"
+#include "kernels/kernels.h"
+
+#include <utility>
+#include <vector>
+
+namespace pi {
+
+struct KvShape {
+    uint32_t n_layers;
+    uint32_t n_kv_heads;
+    uint32_t head_dim;
+    uint32_t n_pages;
+    uint32_t n_sequences;
+    uint32_t n_context;     // most tokens of one sequence
+    uint32_t element_bytes; // 4: float32, 2: float16
+
+    // Bytes of K (or of V) of one head of a page.
+    uint64_t half_bytes() const { return uint64_t{head_dim} * PI_PAGE * element_bytes; }
+    uint64_t layer_page_bytes() const { return uint64_t{n_kv_heads} * 2 * half_bytes(); }
+    uint64_t page_bytes() const { return n_layers * layer_page_bytes(); }
+};
+
+class KvCache {
+  public:
+    // Reserves address space for every page; memory is touched page by page. Throws Error (PI_DOES_NOT_FIT).
+    explicit KvCache(const KvShape &shape);
+    ~KvCache();
+    KvCache(const KvCache &) = delete;
+    KvCache &operator=(const KvCache &) = delete;
+
+    const KvShape &shape() const { return shape_; }
+    uint64_t n_bytes() const { return n_bytes_; }
+
+    uint32_t length(int32_t sequence) const { return table(sequence).length; }
+    // Makes room for n more tokens and returns with the length unchanged; Error leaves the sequence as it
+    // was.
+    void reserve(int32_t sequence, uint32_t n);
+    // The n tokens after the current length have been stored.
+    void advance(int32_t sequence, uint32_t n);
+    // Keeps the first n_tokens and gives the other pages back.
+    void truncate(int32_t sequence, uint32_t n_tokens);
+    void copy(int32_t from, int32_t to);
+
+    // Bytes of one head of a layer: K [head_dim, PI_PAGE], then V [PI_PAGE, head_dim].
+    uint8_t *head(uint32_t layer, uint32_t page, uint32_t kv_head) const;
+    uint32_t page_of(int32_t sequence, uint32_t position) const {
+        return table(sequence).pages[position / PI_PAGE];
+    }
+
+    uint64_t saved_bytes(int32_t sequence) const;
+    void save(int32_t sequence, uint8_t *out) const;
+    // Replaces the sequence; throws Error when the bytes are not of this shape.
+    void load(int32_t sequence, const uint8_t *data, uint64_t n_bytes);
+
+  private:
+    struct Table {
+        uint32_t length = 0;
+        std::vector<uint32_t> pages;
+    };
+    const Table &table(int32_t sequence) const;
+    Table &table(int32_t sequence) { return const_cast<Table &>(std::as_const(*this).table(sequence)); }
+    uint32_t take_page();
+    void drop_page(uint32_t page);
+    void make_writable(Table &table, size_t index);
+
+    KvShape shape_;
+    uint64_t n_bytes_;
+    uint8_t *data_ = nullptr;
+    std::vector<Table> tables_;
+    std::vector<uint32_t> references_; // per page
+    std::vector<uint32_t> free_pages_;
+};
+
+} // namespace pi

@@ -1,0 +1,90 @@
+// ops.h: the operations a backend implements. An operation is queued on a Stream and may return before it is
+// done; synchronize() waits for all of them. Arrays are float32, row-major, in the backend's memory.
+#pragma once
+
+#include "step.h"
+#include "weights.h"
+
+#include <span>
+
+namespace pi {
+
+struct Stream; // a backend's queue, threads and scratch
+
+// out [n_tokens, row_end - row_begin] = x . rows^T (+ bias)
+struct Product {
+    const Matrix *matrix;
+    uint64_t row_begin;
+    uint64_t row_end;
+    const float *bias; // of the range's rows, or null
+    float *out;
+};
+
+inline Product whole(const Matrix &matrix, const float *bias, float *out) {
+    return {&matrix, 0, matrix.n_rows, bias, out};
+}
+
+struct FfnCounts {
+    uint64_t total = 0;   // neurons x tokens
+    uint64_t guessed = 0; // let through by the predictor (all, where there is none)
+    uint64_t active = 0;  // whose up and down rows mattered
+};
+
+// Neurons [neuron_begin, neuron_end) of a layer's FFN: out = their share of the block's output.
+struct FfnArgs {
+    const ModelConfig *config;
+    const LayerWeights *layer;
+    uint32_t neuron_begin;
+    uint32_t neuron_end;
+    uint32_t n_tokens;
+    const uint8_t *modes;   // [n_tokens] PI_FFN_*
+    float sparse_threshold; // predicted active iff logit >= this
+    const float *normed;    // [n_tokens, n_embd]
+    const float *residual;  // [n_tokens, n_embd] the predictor's input: the stream before ffn_norm
+    float *out;             // [n_tokens, n_embd]
+    FfnCounts *counts;      // added to
+};
+
+struct AttentionArgs {
+    const ModelConfig *config;
+    const KvCache *cache;
+    const Step *step;
+    uint32_t layer;
+    const float *q; // [n_tokens, n_embd_q], after rope
+    float *out;     // [n_tokens, n_embd_q]
+    float *lse;     // [n_tokens, n_heads] log-sum-exp of the scores, to merge homes; or null
+};
+
+struct Ops {
+    const char *name;
+    float *(*allocate)(Stream &, uint64_t n_floats); // throws std::bad_alloc
+    void (*release)(Stream &, float *) noexcept;
+
+    void (*upload)(Stream &, const float *host, uint64_t n, float *out);
+    void (*download)(Stream &, const float *x, uint64_t n, float *host); // done after synchronize()
+
+    // out [n_rows, n] = rows of x
+    void (*gather)(Stream &, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n, float *out);
+    // out [n, n_embd] = rows of the embedding
+    void (*embed)(Stream &, const Matrix &embedding, const int32_t *tokens, uint32_t n, float *out);
+    // every row: out = x / rms(x) * gain
+    void (*rms_norm)(Stream &, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
+                     float *out);
+    // products of one input x [n_tokens, n_cols]
+    void (*matmul)(Stream &, std::span<const Product> products, const float *x, uint32_t n_tokens);
+    // y += x
+    void (*add)(Stream &, const float *x, uint64_t n, float *y);
+    // x [n_tokens, n_heads, head_dim] turned by cosine, sine [n_tokens, n_rot / 2]
+    void (*rope)(Stream &, float *x, uint32_t n_tokens, uint32_t n_heads, const ModelConfig &,
+                 const float *cosine, const float *sine);
+    // k, v [n_tokens, n_kv_heads, head_dim] into the tokens' slots
+    void (*store_kv)(Stream &, const KvCache &, const Step &, uint32_t layer, const float *k, const float *v);
+    void (*attend)(Stream &, const AttentionArgs &);
+    void (*ffn)(Stream &, const FfnArgs &);
+    // host [n_rows] = natural log of softmax(logits)[target], NaN where the target is negative
+    void (*log_probabilities)(Stream &, const float *logits, uint32_t n_rows, uint32_t n_vocab,
+                              const int32_t *targets, float *host);
+    void (*synchronize)(Stream &);
+};
+
+} // namespace pi

@@ -1,0 +1,112 @@
+#include "pool.h"
+
+#include "status.h"
+
+#include <csignal>
+#include <pthread.h>
+#include <system_error>
+
+namespace pi {
+namespace {
+
+// About 20 us: longer than the gap between two operations of a step, shorter than a scheduler's time slice.
+constexpr int spin_rounds = 1000;
+
+void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Waits until `value` is no longer `old`; returns what it became.
+uint32_t wait_change(const std::atomic<uint32_t> &value, uint32_t old) {
+    for (int i = 0; i < spin_rounds; ++i) {
+        const uint32_t now = value.load(std::memory_order_acquire);
+        if (now != old)
+            return now;
+        pause();
+    }
+    value.wait(old, std::memory_order_acquire);
+    return value.load(std::memory_order_acquire);
+}
+
+// Signals belong to the host program's own threads.
+class BlockedSignals {
+  public:
+    BlockedSignals() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+  private:
+    sigset_t before_;
+};
+
+} // namespace
+
+Pool::Pool(uint32_t n_threads) {
+    const BlockedSignals blocked;
+    try {
+        for (uint32_t thread = 1; thread < n_threads; ++thread)
+            workers_.emplace_back([this, thread] { work(thread); });
+    } catch (const std::system_error &error) {
+        const size_t started = workers_.size() + 1;
+        stop();
+        throw Error(PI_FAILURE,
+                    "the system allows only " + std::to_string(started) + " of " + std::to_string(n_threads) +
+                        " threads: " + error.what(),
+                    "lower -t");
+    }
+}
+
+Pool::~Pool() {
+    stop();
+}
+
+void Pool::stop() {
+    stopping_ = true;
+    generation_.fetch_add(1, std::memory_order_release);
+    generation_.notify_all();
+    for (std::thread &worker : workers_)
+        worker.join();
+    workers_.clear();
+}
+
+void Pool::dispatch(int64_t n_chunks, Call task_call, const void *task) {
+    call_ = task_call;
+    task_ = task;
+    n_chunks_ = n_chunks;
+    next_chunk_.store(0, std::memory_order_relaxed);
+    busy_.store(static_cast<uint32_t>(workers_.size()), std::memory_order_relaxed);
+    generation_.fetch_add(1, std::memory_order_release);
+    generation_.notify_all();
+    drain(0);
+    for (uint32_t busy = busy_.load(std::memory_order_acquire); busy != 0;)
+        busy = wait_change(busy_, busy);
+}
+
+void Pool::work(uint32_t thread) {
+    for (uint32_t seen = 0;;) {
+        seen = wait_change(generation_, seen);
+        if (stopping_)
+            return;
+        drain(thread);
+        if (busy_.fetch_sub(1, std::memory_order_acq_rel) == 1)
+            busy_.notify_one();
+    }
+}
+
+void Pool::drain(uint32_t thread) {
+    for (;;) {
+        const int64_t chunk = next_chunk_.fetch_add(1, std::memory_order_relaxed);
+        if (chunk >= n_chunks_)
+            return;
+        call_(task_, chunk, thread);
+    }
+}
+
+} // namespace pi

@@ -1,0 +1,56 @@
+// pool.h: one persistent team of threads. Work is handed out in chunks from a shared counter, so that fast
+// and slow cores both stay busy; idle workers spin for a moment and then sleep.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace pi {
+
+class Pool {
+  public:
+    // The caller of run() is one of the n_threads. Throws Error when the system refuses a thread.
+    explicit Pool(uint32_t n_threads);
+    ~Pool();
+    Pool(const Pool &) = delete;
+    Pool &operator=(const Pool &) = delete;
+
+    uint32_t n_threads() const { return static_cast<uint32_t>(workers_.size()) + 1; }
+
+    // Calls task(chunk, thread) for every chunk in [0, n_chunks), each once; returns when all are done. The
+    // task must not throw. Not reentrant.
+    template <typename Task>
+    void run(int64_t n_chunks, const Task &task) {
+        if (n_chunks <= 1 || workers_.empty()) {
+            for (int64_t chunk = 0; chunk < n_chunks; ++chunk)
+                task(chunk, 0u);
+            return;
+        }
+        dispatch(n_chunks, &call<Task>, &task);
+    }
+
+  private:
+    using Call = void (*)(const void *task, int64_t chunk, uint32_t thread);
+
+    template <typename Task>
+    static void call(const void *task, int64_t chunk, uint32_t thread) {
+        (*static_cast<const Task *>(task))(chunk, thread);
+    }
+    void dispatch(int64_t n_chunks, Call task_call, const void *task);
+    void work(uint32_t thread);
+    void drain(uint32_t thread);
+    void stop();
+
+    std::vector<std::thread> workers_;
+    Call call_ = nullptr;
+    const void *task_ = nullptr;
+    int64_t n_chunks_ = 0;
+    bool stopping_ = false;
+    alignas(64) std::atomic<int64_t> next_chunk_{0};
+    alignas(64) std::atomic<uint32_t> generation_{0}; // raised once for every job
+    alignas(64) std::atomic<uint32_t> busy_{0};       // workers still in the job
+};
+
+} // namespace pi
