@@ -9,7 +9,7 @@
 typedef uint16_t pi_half; /* IEEE binary16 bits */
 typedef uint16_t pi_bf16; /* upper half of a binary32 */
 
-/* value[j] = d * (q[j] - 8); q[j] is the low nibble of qs[j] for j < 16, the high nibble of qs[j - 16] after. */
+/* value[j] = d * (q[j] - 8); q[j] is the low nibble of qs[j] for j < 16, then the high one of qs[j - 16]. */
 typedef struct pi_block_q4_0 {
     pi_half d;
     uint8_t qs[PI_QK / 2];

@@ -15,15 +15,7 @@ extern "C" {
 #define PI_PAGE 32 /* token positions of a KV page */
 
 /* Dense index of the tensor types (registry order; see src/types.cpp). */
-enum {
-    PI_KT_F32 = 0,
-    PI_KT_F16,
-    PI_KT_BF16,
-    PI_KT_Q8_0,
-    PI_KT_Q4_0,
-    PI_KT_Q4_1,
-    PI_KT_COUNT
-};
+enum { PI_KT_F32 = 0, PI_KT_F16, PI_KT_BF16, PI_KT_Q8_0, PI_KT_Q4_0, PI_KT_Q4_1, PI_KT_COUNT };
 
 /* Rows of a weight matrix: index[i] (NULL: i) for i < n_rows, each n_cols elements, row_bytes apart. */
 typedef struct pi_rows {
@@ -34,7 +26,7 @@ typedef struct pi_rows {
     int64_t n_rows;
 } pi_rows;
 
-/* A float vector as int8 blocks of 32: x[32 b + j] = d[b] * q[32 b + j]; s[b] = d[b] * sum of the block's q. */
+/* A float vector as int8 blocks of 32: x[32 b + j] = d[b] * q[32 b + j]; s[b] = d[b] * sum of its q. */
 typedef struct pi_q8_vector {
     int8_t *q;
     float *d;
@@ -83,7 +75,7 @@ typedef struct pi_kernels {
     int64_t (*gated_relu)(const float *gate, const float *up, int64_t n, float threshold, float *out);
     /* y += x */
     void (*add)(const float *x, int64_t n, float *y);
-    /* pairs (x[2i], x[2i+1]) of each head rotated by the angle whose cosine and sine are given, i < n_rot / 2 */
+    /* pairs (x[2i], x[2i+1]), i < n_rot / 2, of each head rotated by the angle of that cosine and sine */
     void (*rope)(float *x, int64_t n_heads, int64_t head_dim, int64_t n_rot, const float *cosine,
                  const float *sine);
     /* out[r * out_stride + t] += sum_k w[r * row_stride + k * k_stride] * x[k * gemm_panel + t]

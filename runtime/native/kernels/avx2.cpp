@@ -1,0 +1,245 @@
+// avx2.cpp: the vector vocabulary of simd/ in AVX2, FMA and F16C. Eight floats a vector.
+#include "cpu.h"
+#include "kernels.h"
+
+#include <immintrin.h>
+#include <math.h>
+
+namespace {
+
+using vfloat = __m256;
+using vmask = __m256; // all bits of a lane, or none
+
+constexpr int64_t lanes = 8;
+constexpr int64_t block_vectors = PI_QK / lanes;
+constexpr int64_t gemm_panel = 16; // tokens; 6 x 2 sums, 2 vectors of tokens and a weight: 15 of 16 registers
+constexpr int64_t gemm_rows = 6;
+constexpr int64_t attend_queries = 3; // 3 x 4 sums
+
+inline vfloat vzero() {
+    return _mm256_setzero_ps();
+}
+inline vfloat vset(float x) {
+    return _mm256_set1_ps(x);
+}
+inline vfloat vload(const float *p) {
+    return _mm256_loadu_ps(p);
+}
+inline void vstore(float *p, vfloat x) {
+    _mm256_storeu_ps(p, x);
+}
+
+inline vfloat vadd(vfloat a, vfloat b) {
+    return _mm256_add_ps(a, b);
+}
+inline vfloat vsub(vfloat a, vfloat b) {
+    return _mm256_sub_ps(a, b);
+}
+inline vfloat vmul(vfloat a, vfloat b) {
+    return _mm256_mul_ps(a, b);
+}
+inline vfloat vdiv(vfloat a, vfloat b) {
+    return _mm256_div_ps(a, b);
+}
+inline vfloat vmax(vfloat a, vfloat b) {
+    return _mm256_max_ps(a, b);
+}
+inline vfloat vfma(vfloat a, vfloat b, vfloat c) {
+    return _mm256_fmadd_ps(a, b, c);
+}
+inline vfloat vneg_abs(vfloat x) {
+    return _mm256_or_ps(x, vset(-0.0f));
+}
+inline vfloat vround(vfloat x) {
+    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+// x * 2^n, n whole, both x and the result normal
+inline vfloat vscale_power(vfloat x, vfloat n) {
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return vmul(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+}
+
+// The first n lanes.
+inline __m256i first_lanes(int64_t n) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), lane);
+}
+
+inline vfloat vload_part(const float *p, int64_t n) {
+    return _mm256_maskload_ps(p, first_lanes(n));
+}
+inline void vstore_part(float *p, int64_t n, vfloat x) {
+    _mm256_maskstore_ps(p, first_lanes(n), x);
+}
+
+inline vmask vgt(vfloat a, vfloat b) {
+    return _mm256_cmp_ps(a, b, _CMP_GT_OQ);
+}
+inline vmask vfirst(int64_t n, vmask mask) {
+    return _mm256_and_ps(mask, _mm256_castsi256_ps(first_lanes(n)));
+}
+inline vfloat vkeep(vmask mask, vfloat x) {
+    return _mm256_and_ps(mask, x);
+}
+inline vfloat vdrop(vmask mask, vfloat x) {
+    return _mm256_andnot_ps(mask, x);
+}
+inline vfloat vchoose(vmask mask, vfloat yes, vfloat no) {
+    return _mm256_blendv_ps(no, yes, mask);
+}
+inline int vcount(vmask mask) {
+    return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(mask)));
+}
+
+// Lane i by bit i.
+inline vmask vbits(uint32_t bits) {
+    const __m256i lane_bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane_bit);
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane_bit));
+}
+
+inline float vfirst_lane(vfloat x) {
+    return _mm256_cvtss_f32(x);
+}
+
+inline float vsum(vfloat x) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+inline float vmax_lane(vfloat x) {
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+// Sums in double: lanes 0-3 and 4-7.
+struct vdouble {
+    __m256d low, high;
+};
+
+inline vdouble vdouble_zero() {
+    return {_mm256_setzero_pd(), _mm256_setzero_pd()};
+}
+
+inline vdouble vadd_squares(vfloat x, vdouble sums) {
+    const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+    const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+    return {_mm256_fmadd_pd(low, low, sums.low), _mm256_fmadd_pd(high, high, sums.high)};
+}
+
+inline double vdouble_sum(vdouble sums) {
+    const __m256d four = _mm256_add_pd(sums.low, sums.high);
+    const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
+
+// a0 a0 a1 a1 a2 a2 a3 a3 of p [4]
+inline vfloat vtwice(const float *p) {
+    const __m256 four = _mm256_castps128_ps256(_mm_loadu_ps(p));
+    return _mm256_permutevar8x32_ps(four, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+}
+
+// Pairs (a, b) become (a c - b s, b c + a s).
+inline vfloat vrotate(vfloat x, vfloat c, vfloat s) {
+    return _mm256_fmaddsub_ps(x, c, vmul(_mm256_permute_ps(x, 0xb1), s));
+}
+
+inline __m128i load_16_bytes(const void *p) {
+    return _mm_loadu_si128(static_cast<const __m128i *>(p));
+}
+
+inline vfloat vload_half(const pi_half *p) {
+    return _mm256_cvtph_ps(load_16_bytes(p));
+}
+
+inline vfloat vload_bf16(const pi_bf16 *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16_bytes(p)), 16));
+}
+
+inline void vstore_half(pi_half *p, vfloat x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline float float_of_half(pi_half half) {
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+}
+
+// The low 8 signed bytes.
+inline vfloat float_of_i8(__m128i bytes) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
+
+inline vfloat vload_i8(const int8_t *p) {
+    return float_of_i8(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+}
+
+// q - zero of the 32 nibbles: the low ones of qs [16], then the high ones.
+inline void float_of_nibbles(const uint8_t *qs, int8_t zero, vfloat q[block_vectors]) {
+    const __m128i packed = load_16_bytes(qs);
+    const __m128i mask = _mm_set1_epi8(15), shift = _mm_set1_epi8(zero);
+    const __m128i low = _mm_sub_epi8(_mm_and_si128(packed, mask), shift);
+    const __m128i high = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(packed, 4), mask), shift);
+    q[0] = float_of_i8(low);
+    q[1] = float_of_i8(_mm_unpackhi_epi64(low, low));
+    q[2] = float_of_i8(high);
+    q[3] = float_of_i8(_mm_unpackhi_epi64(high, high));
+}
+
+// d * (q - 8)
+inline void unpack_nibbles_centred(const uint8_t *qs, float d, vfloat out[block_vectors]) {
+    float_of_nibbles(qs, 8, out);
+    for (int64_t j = 0; j < block_vectors; ++j)
+        out[j] = vmul(vset(d), out[j]);
+}
+
+// d * q + m; d * q is exact, so that fma and two operations agree.
+inline void unpack_nibbles_affine(const uint8_t *qs, float d, float m, vfloat out[block_vectors]) {
+    float_of_nibbles(qs, 0, out);
+    for (int64_t j = 0; j < block_vectors; ++j)
+        out[j] = vfma(vset(d), out[j], vset(m));
+}
+
+// Largest |x| of a block by the integer order of the bits: NaN is above everything and is not lost.
+inline float vlargest_magnitude(const vfloat x[block_vectors]) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    __m256i largest = _mm256_setzero_si256();
+    for (int64_t j = 0; j < block_vectors; ++j) {
+        largest = _mm256_max_epi32(largest, _mm256_and_si256(_mm256_castps_si256(x[j]), magnitude));
+    }
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
+    four = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
+    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 1));
+    return _mm_cvtss_f32(_mm_castsi128_ps(four));
+}
+
+// q [32] = x * factor rounded to the nearest even; returns their sum.
+inline int32_t vstore_i8(const vfloat x[block_vectors], float factor, int8_t *q) {
+    __m256i whole[block_vectors];
+    for (int64_t j = 0; j < block_vectors; ++j)
+        whole[j] = _mm256_cvtps_epi32(vmul(x[j], vset(factor)));
+    const __m256i ab = _mm256_packs_epi32(whole[0], whole[1]);
+    const __m256i cd = _mm256_packs_epi32(whole[2], whole[3]);
+    const __m256i mixed = _mm256_packs_epi16(ab, cd); // a0 b0 c0 d0 a1 b1 c1 d1, four bytes each
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(q), _mm256_permutevar8x32_epi32(mixed, order));
+    const __m256i pairs = _mm256_madd_epi16(_mm256_add_epi16(ab, cd), _mm256_set1_epi16(1));
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    four = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 1)));
+}
+
+// u at most 128 and s above -128 keep the pairs within int16.
+inline __m256i dot_bytes(__m256i u, __m256i s) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1));
+}
+
+} // namespace
+
+#include "simd/x86_int8.inl"
+
+#include "simd/table.inl"
+
+const pi_kernels pi_kernels_avx2 = make_table("avx2", pi_cpu_has_avx2);

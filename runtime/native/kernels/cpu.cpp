@@ -1,0 +1,50 @@
+#include "cpu.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <stdint.h>
+
+namespace {
+
+struct Registers {
+    uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+Registers cpuid(uint32_t leaf) {
+    Registers r;
+    if (!__get_cpuid_count(leaf, 0, &r.eax, &r.ebx, &r.ecx, &r.edx))
+        return {};
+    return r;
+}
+
+// Register state that the operating system saves on a context switch (XCR0); 0 when it offers no XSAVE.
+uint32_t saved_state() {
+    const Registers leaf1 = cpuid(1);
+    if ((leaf1.ecx & bit_OSXSAVE) == 0)
+        return 0;
+    uint32_t low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
+}
+
+bool has_all(uint32_t value, uint32_t bits) {
+    return (value & bits) == bits;
+}
+
+constexpr uint32_t state_ymm = 0x06; // SSE and AVX
+constexpr uint32_t state_zmm = 0xe6; // and opmask, upper halves of zmm0-15, zmm16-31
+
+} // namespace
+
+int pi_cpu_has_avx2(void) {
+    return has_all(saved_state(), state_ymm) && has_all(cpuid(1).ecx, bit_AVX | bit_FMA | bit_F16C) &&
+           has_all(cpuid(7).ebx, bit_AVX2);
+}
+
+int pi_cpu_has_avx512(void) {
+    const Registers leaf7 = cpuid(7);
+    return pi_cpu_has_avx2() && has_all(saved_state(), state_zmm) &&
+           has_all(leaf7.ebx, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL) &&
+           has_all(leaf7.ecx, bit_AVX512VNNI);
+}
+#endif

@@ -1,0 +1,28 @@
+// q4_0.inl: value = d * (q - 8), q a nibble.
+
+#pragma once
+
+namespace {
+
+struct Q4_0 {
+    using Block = pi_block_q4_0;
+    static constexpr bool any_length = false;
+    static constexpr int64_t block_bytes = sizeof(Block);
+
+    static void unpack(const void *block, vfloat out[block_vectors]) {
+        const Block &w = *static_cast<const Block *>(block);
+        unpack_nibbles_centred(w.qs, float_of_half(w.d), out);
+    }
+
+    // sum of d_w * (q_w - 8) * d_x * q_x = d_w * d_x * (w . x) - 8 * d_w * s_x
+    static constexpr bool shifted = true;
+    static vsums dot(const void *block, vbytes x) {
+        return dot_unsigned(load_nibbles(static_cast<const Block *>(block)->qs), x);
+    }
+    static void scales(const void *const blocks[4], vrows *d, vrows *shift) {
+        *d = load_halves(blocks);
+        *shift = rows_mul(*d, rows_set(-8));
+    }
+};
+
+} // namespace

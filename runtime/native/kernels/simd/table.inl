@@ -1,0 +1,42 @@
+// table.inl: the kernels of simd/ as one table. The including file has defined the vector vocabulary.
+
+#pragma once
+
+#include "attention.inl"
+#include "dot_q8.inl"
+#include "floats.inl"
+#include "gemm.inl"
+#include "q4_0.inl"
+#include "q4_1.inl"
+#include "q8_0.inl"
+#include "rows.inl"
+#include "vector.inl"
+
+namespace {
+
+template <typename Type>
+constexpr pi_type_kernels float_type{dequantize<Type>, dot_f32<Type>, nullptr, axpy<Type>};
+template <typename Type>
+constexpr pi_type_kernels block_type{dequantize<Type>, dot_f32<Type>, dot_q8<Type>, axpy<Type>};
+
+constexpr pi_kernels make_table(const char *name, int (*usable)(void)) {
+    return {
+        .name = name,
+        .usable = usable,
+        .type = {float_type<F32>, float_type<F16>, float_type<BF16>, block_type<Q8_0>, block_type<Q4_0>,
+                 block_type<Q4_1>},
+        .quantize_q8 = quantize_q8,
+        .rms_norm = rms_norm,
+        .gated_silu = gated_silu,
+        .gated_relu = gated_relu,
+        .add = add,
+        .rope = rope,
+        .gemm_tile = gemm_tile,
+        .gemm_panel = gemm_panel,
+        .attend_f32 = attend<F32Value>,
+        .attend_f16 = attend<F16Value>,
+        .to_half = to_half,
+    };
+}
+
+} // namespace
