@@ -1,6 +1,6 @@
 #include "engine.h"
 
-#include "isa.h"
+#include "cpu/stream.h"
 #include "status.h"
 
 #include <chrono>
@@ -22,8 +22,8 @@ pi::KvShape kv_shape(const pi::Plan &plan, const pi::ModelConfig &config) {
 
 pi_engine::pi_engine(const pi_model &model, const pi_plan &plan)
     : model_(model), plan_(pi::check_plan(plan, model.config)), cache_(kv_shape(plan_, model.config)),
-      stream_(plan_.n_threads, pi::select_kernels(plan.isa), plan_.activation_type == PI_TYPE_Q8_0),
-      buffers_(pi::cpu_ops, stream_, model.config, plan_.max_batch_tokens) {
+      backend_(pi::open_cpu_backend(plan_.n_threads, plan.isa, plan_.activation_type == PI_TYPE_Q8_0)),
+      buffers_(*backend_.ops, *backend_.stream, model.config, plan_.max_batch_tokens) {
     sigset_t all;
     sigset_t before;
     sigfillset(&all);
@@ -116,7 +116,7 @@ void pi_engine::drive() {
 
 void pi_engine::run_step() {
     const pi::Step &step = *step_;
-    const pi::Forward forward{model_, plan_, pi::cpu_ops, stream_, buffers_, cache_};
+    const pi::Forward forward{model_, plan_, *backend_.ops, *backend_.stream, buffers_, cache_};
     pi::FfnCounts counts;
     try {
         for (const auto &[sequence, n] : step.growth)
@@ -146,7 +146,7 @@ pi_stats pi_engine::stats() const {
     stats.neurons_guessed = counts_.guessed;
     stats.kv_bytes = cache_.n_bytes();
     stats.scratch_bytes = buffers_.n_bytes();
-    stats.isa = stream_.kernels.name;
+    stats.isa = backend_.isa;
     return stats;
 }
 

@@ -2,7 +2,6 @@
 // step at a time while the caller does something else.
 #pragma once
 
-#include "cpu/stream.h"
 #include "forward.h"
 
 #include <condition_variable>
@@ -38,7 +37,7 @@ struct pi_engine {
     const pi_model &model_;
     const pi::Plan plan_;
     pi::KvCache cache_;
-    pi::Stream stream_;
+    pi::Backend backend_;
     pi::Buffers buffers_;
     pi::FfnCounts counts_;
     uint64_t n_tokens_ = 0;

@@ -5,11 +5,15 @@
 #include "step.h"
 #include "weights.h"
 
+#include <memory>
 #include <span>
 
 namespace pi {
 
-struct Stream; // a backend's queue, threads and scratch
+// A backend's queue, with its threads or device and its scratch.
+struct Stream {
+    virtual ~Stream() = default;
+};
 
 // out [n_tokens, row_end - row_begin] = x . rows^T (+ bias)
 struct Product {
@@ -58,7 +62,7 @@ struct AttentionArgs {
 struct Ops {
     const char *name;
     float *(*allocate)(Stream &, uint64_t n_floats); // throws std::bad_alloc
-    void (*release)(Stream &, float *) noexcept;
+    void (*release)(Stream &, float *);
 
     void (*upload)(Stream &, const float *host, uint64_t n, float *out);
     void (*download)(Stream &, const float *x, uint64_t n, float *host); // done after synchronize()
@@ -85,6 +89,12 @@ struct Ops {
     void (*log_probabilities)(Stream &, const float *logits, uint32_t n_rows, uint32_t n_vocab,
                               const int32_t *targets, float *host);
     void (*synchronize)(Stream &);
+};
+
+struct Backend {
+    const Ops *ops;
+    std::unique_ptr<Stream> stream;
+    const char *isa; // or the device's name
 };
 
 } // namespace pi

@@ -57,7 +57,7 @@ std::vector<Tile> make_tiles(const Step &step, const ModelConfig &config) {
 
 class Attention {
   public:
-    Attention(Stream &stream, const AttentionArgs &args)
+    Attention(CpuStream &stream, const AttentionArgs &args)
         : stream_(stream), args_(args), config_(*args.config), step_(*args.step),
           tiles_(make_tiles(step_, config_)), group_(group_size(config_)) {
         const Tile &last = tiles_.back();
@@ -173,7 +173,7 @@ class Attention {
             args_.lse[uint64_t{token} * config_.n_heads + head] = peak + std::log(sum);
     }
 
-    Stream &stream_;
+    CpuStream &stream_;
     const AttentionArgs &args_;
     const ModelConfig &config_;
     const Step &step_;
@@ -185,7 +185,7 @@ class Attention {
 
 } // namespace
 
-void cpu_attend(Stream &stream, const AttentionArgs &args) {
+void cpu_attend(CpuStream &stream, const AttentionArgs &args) {
     Attention(stream, args).run();
 }
 

@@ -17,7 +17,7 @@ constexpr int64_t n_groups = 16;
 constexpr int64_t group_block = 32;
 
 // out [n] = act(gate) * up; returns how many neurons fired (all, where the activation is never silent).
-int64_t activate(const Stream &stream, const ModelConfig &config, const float *gate, const float *up,
+int64_t activate(const CpuStream &stream, const ModelConfig &config, const float *gate, const float *up,
                  int64_t n, float *out) {
     if (config.activation == Activation::relu)
         return stream.kernels.gated_relu(gate, up, n, config.activation_threshold, out);
@@ -34,7 +34,7 @@ struct Fired {
 
 class SparseFfn {
   public:
-    SparseFfn(Stream &stream, const FfnArgs &args)
+    SparseFfn(CpuStream &stream, const FfnArgs &args)
         : stream_(stream), args_(args), layer_(*args.layer), n_(args.neuron_end - args.neuron_begin),
           group_capacity_((n_ / group_block / n_groups + 1) * group_block) {
         fired_ = {stream.fired_index.as<int32_t>(static_cast<uint64_t>(n_)),
@@ -182,7 +182,7 @@ class SparseFfn {
             stream_.kernels.add(partials + group * n_embd, n_embd, out);
     }
 
-    Stream &stream_;
+    CpuStream &stream_;
     const FfnArgs &args_;
     const LayerWeights &layer_;
     const int64_t n_;
@@ -196,7 +196,7 @@ class SparseFfn {
 };
 
 // Every neuron of every token of the range: the dense block, in either layout.
-void run_dense(Stream &stream, const FfnArgs &args, uint32_t token_begin, uint32_t n_tokens) {
+void run_dense(CpuStream &stream, const FfnArgs &args, uint32_t token_begin, uint32_t n_tokens) {
     const LayerWeights &layer = *args.layer;
     const uint64_t n_neurons = args.neuron_end - args.neuron_begin;
     const uint64_t n_embd = args.config->n_embd;
@@ -231,7 +231,7 @@ void run_dense(Stream &stream, const FfnArgs &args, uint32_t token_begin, uint32
 
 } // namespace
 
-void cpu_ffn(Stream &stream, const FfnArgs &args) {
+void cpu_ffn(CpuStream &stream, const FfnArgs &args) {
     if (!args.config->sparse_layout) {
         if (args.neuron_begin != 0 || args.neuron_end != args.config->n_ff)
             throw Error(PI_FAILURE, "a plain-layout FFN cannot be split by neurons",

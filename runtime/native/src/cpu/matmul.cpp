@@ -22,7 +22,7 @@ struct RowChunk {
     int64_t end;
 };
 
-const pi_type_kernels &type_kernels(const Stream &stream, const Matrix &matrix) {
+const pi_type_kernels &type_kernels(const CpuStream &stream, const Matrix &matrix) {
     return stream.kernels.type[matrix.type->kernel_index];
 }
 
@@ -44,7 +44,7 @@ pi_rows chunk_rows(const RowChunk &chunk) {
                                        base + static_cast<uint64_t>(chunk.end));
 }
 
-void multiply_rows(const Stream &stream, const RowChunk &chunk, const float *x, uint32_t n_tokens) {
+void multiply_rows(const CpuStream &stream, const RowChunk &chunk, const float *x, uint32_t n_tokens) {
     const Product &product = *chunk.product;
     const pi_type_kernels &kernels = type_kernels(stream, *product.matrix);
     const pi_rows rows = chunk_rows(chunk);
@@ -63,7 +63,7 @@ void multiply_rows(const Stream &stream, const RowChunk &chunk, const float *x, 
 }
 
 // x [n_tokens, n_k] as panels [panel][n_k][gemm_panel], the last one padded with zeros.
-const float *pack_panels(Stream &stream, const float *x, int64_t n_tokens, int64_t n_k) {
+const float *pack_panels(CpuStream &stream, const float *x, int64_t n_tokens, int64_t n_k) {
     const int64_t width = stream.kernels.gemm_panel;
     const int64_t n_panels = (n_tokens + width - 1) / width;
     float *panels = stream.panels.floats(static_cast<uint64_t>(n_panels * n_k * width));
@@ -122,7 +122,7 @@ int64_t padded_pass(int64_t n_tokens, int64_t width) {
     return (std::min(n_tokens, max_pass_tokens) + width - 1) / width * width;
 }
 
-void multiply_block(const Stream &stream, const OutputBlock &block, const float *panels, int64_t n_tokens,
+void multiply_block(const CpuStream &stream, const OutputBlock &block, const float *panels, int64_t n_tokens,
                     float *tile, float *sums) {
     const int64_t width = stream.kernels.gemm_panel;
     const int64_t stride = padded_pass(n_tokens, width);
@@ -143,7 +143,7 @@ void multiply_block(const Stream &stream, const OutputBlock &block, const float 
     }
 }
 
-void multiply_blocks(Stream &stream, const std::vector<OutputBlock> &blocks, const float *panels,
+void multiply_blocks(CpuStream &stream, const std::vector<OutputBlock> &blocks, const float *panels,
                      uint32_t n_tokens) {
     const int64_t tile_floats = tile_outputs * tile_depth;
     const int64_t sum_floats = tile_outputs * padded_pass(n_tokens, stream.kernels.gemm_panel);
@@ -156,7 +156,8 @@ void multiply_blocks(Stream &stream, const std::vector<OutputBlock> &blocks, con
     });
 }
 
-void multiply_packed(Stream &stream, std::span<const Product> products, const float *x, uint32_t n_tokens) {
+void multiply_packed(CpuStream &stream, std::span<const Product> products, const float *x,
+                     uint32_t n_tokens) {
     const auto n_k = static_cast<int64_t>(products[0].matrix->n_cols);
     std::vector<OutputBlock> blocks;
     for (const RowChunk &chunk : split_rows(products, tile_outputs)) {
@@ -190,11 +191,11 @@ int64_t rows_per_chunk(int64_t row_bytes) {
     return std::max(chunk_bytes / row_bytes, min_chunk_rows);
 }
 
-bool uses_int8(const Stream &stream, const Matrix &matrix, uint32_t n_tokens) {
+bool uses_int8(const CpuStream &stream, const Matrix &matrix, uint32_t n_tokens) {
     return stream.int8_activations && matrix.type->quantised && n_tokens <= gemv_tokens;
 }
 
-void quantise_input(Stream &stream, const float *x, uint32_t n_tokens, uint64_t n_cols) {
+void quantise_input(CpuStream &stream, const float *x, uint32_t n_tokens, uint64_t n_cols) {
     QuantisedInput &input = stream.quantised;
     auto *q = input.q.as<int8_t>(n_tokens * n_cols);
     float *d = input.d.floats(n_tokens * n_cols / PI_QK);
@@ -207,7 +208,7 @@ void quantise_input(Stream &stream, const float *x, uint32_t n_tokens, uint64_t 
     }
 }
 
-void cpu_matmul(Stream &stream, std::span<const Product> products, const float *x, uint32_t n_tokens) {
+void cpu_matmul(CpuStream &stream, std::span<const Product> products, const float *x, uint32_t n_tokens) {
     if (n_tokens > gemv_tokens)
         return multiply_packed(stream, products, x, n_tokens);
     const bool int8 = std::any_of(products.begin(), products.end(), [&](const Product &product) {
@@ -221,7 +222,7 @@ void cpu_matmul(Stream &stream, std::span<const Product> products, const float *
     });
 }
 
-void matmul_transposed(Stream &stream, const Matrix &matrix, uint64_t row_begin, uint64_t row_end,
+void matmul_transposed(CpuStream &stream, const Matrix &matrix, uint64_t row_begin, uint64_t row_end,
                        const float *h, uint32_t n_tokens, float *out) {
     const auto n_k = static_cast<int64_t>(row_end - row_begin);
     const auto n_cols = static_cast<int64_t>(matrix.n_cols);

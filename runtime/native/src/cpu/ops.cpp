@@ -1,4 +1,5 @@
 // ops.cpp: the CPU backend's row-wise operations and its table.
+#include "../isa.h"
 #include "../sampler.h"
 #include "stream.h"
 
@@ -10,24 +11,24 @@
 namespace pi {
 namespace {
 
-float *allocate(Stream &, uint64_t n_floats) {
+float *allocate(CpuStream &, uint64_t n_floats) {
     return static_cast<float *>(::operator new(n_floats * sizeof(float), std::align_val_t{64}));
 }
 
-void release(Stream &, float *data) noexcept {
+void release(CpuStream &, float *data) {
     ::operator delete(data, std::align_val_t{64});
 }
 
-void copy(Stream &, const float *from, uint64_t n, float *to) {
+void copy(CpuStream &, const float *from, uint64_t n, float *to) {
     std::copy_n(from, n, to);
 }
 
-void gather(Stream &, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n, float *out) {
+void gather(CpuStream &, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n, float *out) {
     for (uint32_t i = 0; i < n_rows; ++i)
         std::copy_n(x + uint64_t{rows[i]} * n, n, out + uint64_t{i} * n);
 }
 
-void embed(Stream &stream, const Matrix &embedding, const int32_t *tokens, uint32_t n, float *out) {
+void embed(CpuStream &stream, const Matrix &embedding, const int32_t *tokens, uint32_t n, float *out) {
     const auto dequantize = stream.kernels.type[embedding.type->kernel_index].dequantize;
     stream.pool.run(n, [&](int64_t i, uint32_t) {
         const auto row = static_cast<uint64_t>(tokens[i]);
@@ -36,14 +37,14 @@ void embed(Stream &stream, const Matrix &embedding, const int32_t *tokens, uint3
     });
 }
 
-void rms_norm(Stream &stream, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
+void rms_norm(CpuStream &stream, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
               float *out) {
     stream.pool.run(n_rows, [&](int64_t row, uint32_t) {
         stream.kernels.rms_norm(x + row * n, gain, n, eps, out + row * n);
     });
 }
 
-void add(Stream &stream, const float *x, uint64_t n, float *y) {
+void add(CpuStream &stream, const float *x, uint64_t n, float *y) {
     constexpr int64_t slice = 8192;
     const auto total = static_cast<int64_t>(n);
     stream.pool.run((total + slice - 1) / slice, [&](int64_t i, uint32_t) {
@@ -51,7 +52,7 @@ void add(Stream &stream, const float *x, uint64_t n, float *y) {
     });
 }
 
-void rope(Stream &stream, float *x, uint32_t n_tokens, uint32_t n_heads, const ModelConfig &config,
+void rope(CpuStream &stream, float *x, uint32_t n_tokens, uint32_t n_heads, const ModelConfig &config,
           const float *cosine, const float *sine) {
     const int64_t width = int64_t{n_heads} * config.head_dim;
     const int64_t pairs = config.n_rot / 2;
@@ -69,8 +70,8 @@ void store_head(const T *k, const T *v, uint32_t head_dim, uint32_t at, uint8_t 
     std::memcpy(page_v + uint64_t{at} * head_dim * sizeof(T), v, head_dim * sizeof(T));
 }
 
-void store_token(const Stream &stream, const KvCache &cache, const Step &step, uint32_t layer, uint32_t token,
-                 const float *k, const float *v, pi_half *halves) {
+void store_token(const CpuStream &stream, const KvCache &cache, const Step &step, uint32_t layer,
+                 uint32_t token, const float *k, const float *v, pi_half *halves) {
     const KvShape &shape = cache.shape();
     const uint32_t slot = step.slots[token];
     const uint32_t page = cache.page_of(step.sequences[token], slot);
@@ -87,7 +88,7 @@ void store_token(const Stream &stream, const KvCache &cache, const Step &step, u
     }
 }
 
-void store_kv(Stream &stream, const KvCache &cache, const Step &step, uint32_t layer, const float *k,
+void store_kv(CpuStream &stream, const KvCache &cache, const Step &step, uint32_t layer, const float *k,
               const float *v) {
     const uint64_t head_dim = cache.shape().head_dim;
     const uint64_t width = cache.shape().n_kv_heads * head_dim;
@@ -99,7 +100,7 @@ void store_kv(Stream &stream, const KvCache &cache, const Step &step, uint32_t l
     });
 }
 
-void log_probabilities(Stream &stream, const float *logits, uint32_t n_rows, uint32_t n_vocab,
+void log_probabilities(CpuStream &stream, const float *logits, uint32_t n_rows, uint32_t n_vocab,
                        const int32_t *targets, float *host) {
     stream.pool.run(n_rows, [&](int64_t i, uint32_t) {
         host[i] = targets[i] < 0 ? std::numeric_limits<float>::quiet_NaN()
@@ -107,27 +108,43 @@ void log_probabilities(Stream &stream, const float *logits, uint32_t n_rows, uin
     });
 }
 
-void synchronize(Stream &) {} // every operation is done when it returns
+void synchronize(CpuStream &) {} // every operation is done when it returns
+
+// The table's entry for a function of this backend: the stream that an engine holds is the one opened here.
+template <auto function>
+struct Entry;
+
+template <typename Result, typename... Args, Result (*function)(CpuStream &, Args...)>
+struct Entry<function> {
+    static Result call(Stream &stream, Args... args) {
+        return function(static_cast<CpuStream &>(stream), args...);
+    }
+};
+
+constexpr Ops cpu_ops = {
+    .name = "cpu",
+    .allocate = Entry<allocate>::call,
+    .release = Entry<release>::call,
+    .upload = Entry<copy>::call,
+    .download = Entry<copy>::call,
+    .gather = Entry<gather>::call,
+    .embed = Entry<embed>::call,
+    .rms_norm = Entry<rms_norm>::call,
+    .matmul = Entry<cpu_matmul>::call,
+    .add = Entry<add>::call,
+    .rope = Entry<rope>::call,
+    .store_kv = Entry<store_kv>::call,
+    .attend = Entry<cpu_attend>::call,
+    .ffn = Entry<cpu_ffn>::call,
+    .log_probabilities = Entry<log_probabilities>::call,
+    .synchronize = Entry<synchronize>::call,
+};
 
 } // namespace
 
-const Ops cpu_ops = {
-    .name = "cpu",
-    .allocate = allocate,
-    .release = release,
-    .upload = copy,
-    .download = copy,
-    .gather = gather,
-    .embed = embed,
-    .rms_norm = rms_norm,
-    .matmul = cpu_matmul,
-    .add = add,
-    .rope = rope,
-    .store_kv = store_kv,
-    .attend = cpu_attend,
-    .ffn = cpu_ffn,
-    .log_probabilities = log_probabilities,
-    .synchronize = synchronize,
-};
+Backend open_cpu_backend(uint32_t n_threads, const char *isa, bool int8_activations) {
+    const pi_kernels &kernels = select_kernels(isa);
+    return {&cpu_ops, std::make_unique<CpuStream>(n_threads, kernels, int8_activations), kernels.name};
+}
 
 } // namespace pi

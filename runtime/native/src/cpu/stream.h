@@ -35,8 +35,8 @@ struct QuantisedInput {
     std::vector<pi_q8_vector> tokens;
 };
 
-struct Stream {
-    Stream(uint32_t n_threads, const pi_kernels &table, bool int8)
+struct CpuStream final : Stream {
+    CpuStream(uint32_t n_threads, const pi_kernels &table, bool int8)
         : pool(n_threads), kernels(table), int8_activations(int8) {}
 
     Pool pool;
@@ -61,17 +61,19 @@ constexpr uint32_t gemv_tokens = 4;
 int64_t rows_per_chunk(int64_t row_bytes);
 
 // Fills stream.quantised with the tokens of x [n_tokens, n_cols].
-void quantise_input(Stream &stream, const float *x, uint32_t n_tokens, uint64_t n_cols);
-bool uses_int8(const Stream &stream, const Matrix &matrix, uint32_t n_tokens);
+void quantise_input(CpuStream &stream, const float *x, uint32_t n_tokens, uint64_t n_cols);
+bool uses_int8(const CpuStream &stream, const Matrix &matrix, uint32_t n_tokens);
 
 // out [n_tokens, n_embd] = h [n_tokens, n_rows of the range] . rows: the product with a transposed matrix.
-void matmul_transposed(Stream &stream, const Matrix &matrix, uint64_t row_begin, uint64_t row_end,
+void matmul_transposed(CpuStream &stream, const Matrix &matrix, uint64_t row_begin, uint64_t row_end,
                        const float *h, uint32_t n_tokens, float *out);
 
-void cpu_matmul(Stream &stream, std::span<const Product> products, const float *x, uint32_t n_tokens);
-void cpu_attend(Stream &stream, const AttentionArgs &args);
-void cpu_ffn(Stream &stream, const FfnArgs &args);
+void cpu_matmul(CpuStream &stream, std::span<const Product> products, const float *x, uint32_t n_tokens);
+void cpu_attend(CpuStream &stream, const AttentionArgs &args);
+void cpu_ffn(CpuStream &stream, const FfnArgs &args);
 
-extern const Ops cpu_ops;
+// A CPU backend on the kernel table that select_kernels(isa) names. int8_activations: against quantised
+// weights.
+Backend open_cpu_backend(uint32_t n_threads, const char *isa, bool int8_activations);
 
 } // namespace pi
