@@ -93,8 +93,7 @@ class Chat:
         or because the caller stops. PiError leaves the history as it was.
         """
         self.finish_reason = ""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        prompt = self._template.render(asked, special_tokens=self._model.tokenizer.special_tokens)
+        asked, prompt = self._ask(text)
         tokens = self._extend(prompt)
         answer = self._model.generate(tokens, reuse_cache=True, **self._options)
         written: list[GeneratedToken] = []
@@ -114,6 +113,16 @@ class Chat:
             f"{len(self._seen_tokens)} tokens in the context; last answer: {len(written)} tokens, "
             f"{max(len(written) - 1, 0) / seconds:.1f} tokens/s"
         )
+
+    def prompt_tokens(self, text: str) -> list[int]:
+        """Return the prompt that `turn` would give the model for `text`."""
+        return self._extend(self._ask(text)[1])
+
+    def _ask(self, text: str) -> tuple[list[dict[str, str]], str]:
+        """Return the messages with `text` as the last one, and the prompt for them."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        special_tokens = self._model.tokenizer.special_tokens
+        return asked, self._template.render(asked, special_tokens=special_tokens)
 
     def _extend(self, prompt: str) -> list[int]:
         """Return the tokens of `prompt`, which start with those seen where its text does.

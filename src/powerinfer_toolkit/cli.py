@@ -13,15 +13,44 @@ from powerinfer_toolkit.errors import ExitCode, PiError
 EPILOG = "exit codes: 0 ok, 1 failure, 2 usage, 3 does not fit, 130 interrupted, 141 closed pipe"
 
 
-def new_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the flags that all commands share."""
+class _ShowVersion(argparse.Action):
+    """--version, whose text is made when it is asked for."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, describe: Callable[[], str] | None = None
+    ) -> None:
+        super().__init__(
+            option_strings,
+            dest,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help="show the version and exit",
+        )
+        self.describe = describe
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"{parser.prog} {__version__}")
+        if self.describe:
+            print(self.describe())
+        parser.exit()
+
+
+def new_parser(
+    prog: str, description: str, describe_build: Callable[[], str] | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with the flags that all commands share.
+
+    --version prints the text of `describe_build` too.
+    """
     parser = argparse.ArgumentParser(
         prog=prog, description=description, epilog=EPILOG, allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=f"{prog} {__version__}")
+    parser.add_argument("--version", action=_ShowVersion, describe=describe_build)
     talk = parser.add_mutually_exclusive_group()
     talk.add_argument("-v", "--verbose", action="store_true", help="say more on stderr")
-    talk.add_argument("-q", "--quiet", action="store_true", help="only errors and warnings on stderr")
+    talk.add_argument(
+        "-q", "--quiet", action="store_true", help="only errors and warnings on stderr"
+    )
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     return parser
 

@@ -1,0 +1,264 @@
+"""A model under a plan: steps of tokens in several sequences, their logits, and the KV cache.
+
+Not for use from several threads at once: at most one step runs, and its results last until the next.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from powerinfer_toolkit.errors import PiError, UsageError
+from powerinfer_toolkit.runtime import native_lib
+from powerinfer_toolkit.runtime.model_file import ModelFile
+from powerinfer_toolkit.runtime.native_handle import NativeHandle
+from powerinfer_toolkit.runtime.native_lib import BytePtr, FloatPtr, Int32Ptr, UInt64Ptr
+from powerinfer_toolkit.runtime.plan.plan import Plan
+
+FOR_EVER = 0xFFFFFFFF
+WAIT_SLICE_MS = 50  # longest time that a signal waits for the interpreter during a step
+
+
+class FfnRule(IntEnum):
+    """What predicted mode does with one token: PI_RULE_*."""
+
+    AUTO = 0  # as the plan's tier says
+    PREDICT = 1  # masked, but for sink positions
+    EXACT = 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The new tokens of one step; arrays are [n_tokens] and a single value stands for all of them."""
+
+    tokens: npt.ArrayLike  # ids in [0, n_vocab); leave empty with embeddings
+    sequences: npt.ArrayLike = 0  # ids in [0, n_sequences)
+    positions: npt.ArrayLike | None = None  # None: right after what each sequence holds
+    want_logits: npt.ArrayLike = False
+    targets: npt.ArrayLike | None = None  # token whose log-probability is wanted, -1 for none
+    ffn_rules: npt.ArrayLike = FfnRule.AUTO
+    tree_mask: npt.ArrayLike | None = None  # uint64 [n_tokens, ceil(n_tokens / 64)], see pi.h
+    embeddings: npt.ArrayLike | None = None  # float32 [n_tokens, n_embd] instead of tokens
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the engine did since its creation or the last reset."""
+
+    n_threads: int
+    n_tokens: int
+    neurons_total: int  # FFN neurons x tokens
+    neurons_active: int  # of those, whose up and down rows mattered
+    neurons_guessed: int  # of those, that a predictor let through
+    kv_bytes: int
+    scratch_bytes: int
+    isa: str
+
+    @property
+    def active_share(self) -> float:
+        """Share of the FFN neurons whose up and down rows mattered; 1 before the first step."""
+        return self.neurons_active / self.neurons_total if self.neurons_total else 1.0
+
+
+class Engine(NativeHandle):
+    """The native engine of an open file, which must outlive it."""
+
+    def __init__(self, file: ModelFile, plan: Plan) -> None:
+        """Allocate what `plan` says."""
+        self.plan = plan
+        self.n_vocab = file.shape.n_vocab
+        self.n_embd = file.shape.n_embd
+        self._library = native_lib.load()
+        super().__init__(self._library.pi_engine_free, "model")
+        native_plan = plan.to_native()
+        self._library.pi_engine_create(file.handle, ct.byref(native_plan), ct.byref(self.handle))
+        self._ticket = ct.c_uint64()  # of the last step
+        self._ended = 0  # ticket of the last step that was waited for
+
+    def submit(self, batch: Batch) -> int:
+        """Start a step and return its ticket; the batch is copied. UsageError for a batch that is wrong."""
+        native = self._to_native(batch)
+        self._library.pi_engine_submit(self.handle, ct.byref(native), ct.byref(self._ticket))
+        return self._ticket.value
+
+    def wait(self, ticket: int) -> None:
+        """Wait for a step; its failure is raised here. Ctrl-C ends the step and leaves the KV cache."""
+        done = ct.c_uint32()
+        try:
+            while not done.value:
+                self._library.pi_engine_wait(self.handle, ticket, WAIT_SLICE_MS, ct.byref(done))
+            self._ended = ticket
+        except PiError:
+            self._ended = ticket
+            raise
+        except BaseException:
+            self._end_step()
+            raise
+
+    def run(self, batch: Batch) -> None:
+        """Submit and wait."""
+        try:
+            self.wait(self.submit(batch))
+        except BaseException:
+            self._end_step()
+            raise
+
+    def _end_step(self) -> None:
+        """Abort the step that nobody waits for any more, if there is one."""
+        if self._ticket.value == self._ended:
+            return
+        done = ct.c_uint32()
+        with suppress(PiError):
+            self._library.pi_engine_abort(self.handle)
+            self._library.pi_engine_wait(self.handle, self._ticket.value, FOR_EVER, ct.byref(done))
+        self._ended = self._ticket.value
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Return a copy of the last step's logits, float32 [n_wanted, n_vocab]."""
+        n_rows, data = ct.c_uint32(), FloatPtr()
+        self._library.pi_engine_logits(self.handle, ct.byref(n_rows), ct.byref(data))
+        return _copy(data, (n_rows.value, self.n_vocab))
+
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """Return a copy of the last step's natural-log probabilities of the targets, [n_tokens]."""
+        n, data = ct.c_uint32(), FloatPtr()
+        self._library.pi_engine_logprobs(self.handle, ct.byref(n), ct.byref(data))
+        return _copy(data, (n.value,))
+
+    def stats(self) -> Stats:
+        """Return the counters."""
+        native = native_lib.Stats()
+        self._library.pi_engine_stats(self.handle, ct.byref(native))
+        names = [name for name in Stats.__dataclass_fields__ if name != "isa"]
+        return Stats(**{n: getattr(native, n) for n in names}, isa=(native.isa or b"").decode())
+
+    def reset_stats(self) -> None:
+        """Set the counters to zero."""
+        self._library.pi_engine_reset_stats(self.handle)
+
+    def kv_length(self, sequence: int = 0) -> int:
+        """Return the number of tokens that a sequence holds."""
+        n_tokens = ct.c_uint32()
+        self._library.pi_kv_length(self.handle, sequence, ct.byref(n_tokens))
+        return n_tokens.value
+
+    def kv_truncate(self, sequence: int, n_tokens: int) -> None:
+        """Keep the first n_tokens of a sequence."""
+        self._library.pi_kv_truncate(self.handle, sequence, n_tokens)
+
+    def kv_copy(self, source: int, target: int) -> None:
+        """Make `target` a copy of `source`; full pages are shared until one is written."""
+        self._library.pi_kv_copy(self.handle, source, target)
+
+    def kv_save(self, sequence: int) -> bytes:
+        """Return a sequence's state."""
+        n_bytes = ct.c_uint64()
+        self._library.pi_kv_save(self.handle, sequence, None, ct.byref(n_bytes))
+        data = ct.create_string_buffer(n_bytes.value)
+        self._library.pi_kv_save(self.handle, sequence, data, ct.byref(n_bytes))
+        return data.raw
+
+    def kv_load(self, sequence: int, data: bytes) -> None:
+        """Replace a sequence by what kv_save returned; PiError when it is of another model or plan."""
+        self._library.pi_kv_load(self.handle, sequence, data, len(data))
+
+    def _to_native(self, batch: Batch) -> native_lib.Batch:
+        tokens, embeddings = None, None
+        if batch.embeddings is None:
+            tokens = int32_array("tokens", batch.tokens, upper=self.n_vocab)
+            n_tokens = tokens.size
+        else:
+            embeddings = np.ascontiguousarray(batch.embeddings, dtype=np.float32)
+            if embeddings.ndim != 2 or embeddings.shape[1] != self.n_embd:
+                raise UsageError(f"embeddings are [n_tokens, {self.n_embd}]")
+            n_tokens = len(embeddings)
+        if n_tokens == 0:
+            raise UsageError("a batch has at least one token")
+        n_sequences = self.plan.n_sequences
+        sequences = int32_array("sequences", batch.sequences, n_tokens, upper=n_sequences)
+        positions = self._positions(batch.positions, sequences)
+        fields: list[tuple[str, Any, npt.NDArray[Any] | None]] = [
+            ("tokens", Int32Ptr, tokens),
+            ("embeddings", FloatPtr, embeddings),
+            ("positions", Int32Ptr, positions),
+            ("sequences", Int32Ptr, sequences),
+            ("tree_mask", UInt64Ptr, _tree_mask(batch.tree_mask, n_tokens)),
+            ("want_logits", BytePtr, _bytes("want_logits", batch.want_logits, n_tokens)),
+            ("targets", Int32Ptr, _targets(batch.targets, n_tokens, self.n_vocab)),
+            ("ffn_rules", BytePtr, _bytes("ffn_rules", batch.ffn_rules, n_tokens)),
+        ]
+        pointers = {
+            name: native_lib.pointer(array, kind)
+            for name, kind, array in fields
+            if array is not None
+        }
+        native = native_lib.Batch(n_tokens=n_tokens, n_position_axes=1, **pointers)
+        native.arrays = [array for _, _, array in fields]  # a ctypes struct keeps no array alive
+        return native
+
+    def _positions(
+        self, asked: npt.ArrayLike | None, sequences: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
+        if asked is not None:
+            return int32_array("positions", asked, sequences.size)
+        positions = np.empty_like(sequences)
+        for sequence in np.unique(sequences):
+            (rows,) = np.nonzero(sequences == sequence)
+            positions[rows] = self.kv_length(int(sequence)) + np.arange(rows.size)
+        return positions
+
+
+def int32_array(
+    what: str,
+    values: npt.ArrayLike,
+    n: int | None = None,
+    *,
+    lower: int = 0,
+    upper: int = 2**31,
+) -> npt.NDArray[np.int32]:
+    """Return int32 [n] of integers in [lower, upper); a scalar fills it. UsageError for anything else."""
+    array = np.asarray(values)
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise UsageError(f"{what} must be integers, not {array.dtype}")
+    if array.ndim == 0 and n is not None:
+        array = np.broadcast_to(array, n)
+    if array.ndim != 1 or n not in (None, array.size):
+        raise UsageError(f"{what} has shape {array.shape}, expected [{n or 'n_tokens'}]")
+    if array.size and (array.min() < lower or array.max() >= upper):
+        wrong = array[(array < lower) | (array >= upper)][0]
+        raise UsageError(f"{what}: {wrong} is not in [{lower}, {upper})")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _targets(
+    values: npt.ArrayLike | None, n_tokens: int, n_vocab: int
+) -> npt.NDArray[np.int32] | None:
+    if values is None:
+        return None
+    return int32_array("targets", values, n_tokens, lower=-1, upper=n_vocab)
+
+
+def _bytes(what: str, values: npt.ArrayLike, n_tokens: int) -> npt.NDArray[np.uint8]:
+    array = np.broadcast_to(np.asarray(values, dtype=np.uint8), n_tokens)
+    return np.ascontiguousarray(array)
+
+
+def _tree_mask(values: npt.ArrayLike | None, n_tokens: int) -> npt.NDArray[np.uint64] | None:
+    if values is None:
+        return None
+    mask = np.ascontiguousarray(values, dtype=np.uint64)
+    if mask.shape != (n_tokens, -(-n_tokens // 64)):
+        raise UsageError(f"tree_mask has shape {mask.shape}, not [n_tokens, ceil(n_tokens / 64)]")
+    return mask
+
+
+def _copy(data: Any, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:  # noqa: ANN401 - ctypes pointer
+    if 0 in shape:
+        return np.empty(shape, dtype=np.float32)
+    return np.array(np.ctypeslib.as_array(data, shape=shape))

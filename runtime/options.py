@@ -1,0 +1,138 @@
+"""Flags that pi-run and pi-bench share: the model, the engine, and PowerInfer's GPU flags."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from powerinfer_toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from powerinfer_toolkit.runtime.plan.planner import PlanOptions
+
+CPU_ONLY = "this version runs on the CPU only: leave --vram-budget out or give 0"
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add -m and the flags that shape the plan."""
+    group = parser.add_argument_group("model and engine")
+    group.add_argument("-m", "--model", metavar="FILE", help="model file, GGUF or PowerInfer-GGUF")
+    group.add_argument(
+        "-b",
+        "--batch-size",
+        type=int,
+        default=512,
+        metavar="N",
+        help="most tokens of a step (default %(default)s)",
+    )
+    group.add_argument(
+        "--ffn",
+        choices=("dense", "exact", "predicted"),
+        help="how FFN neurons are chosen: all; those whose ReLU gate is open, which loses nothing; those a "
+        "predictor names. Default: exact for ReLU-sparse files, predicted only where the file records a "
+        "perplexity loss of at most 1%%, else dense",
+    )
+    group.add_argument(
+        "--predict-all",
+        action="store_true",
+        help="mask every position of every step, the first one too: PowerInfer's own rule, for comparison",
+    )
+    group.add_argument(
+        "--sparse-threshold",
+        type=float,
+        metavar="X",
+        help="a neuron is predicted active if its logit is at least X (default: the file's)",
+    )
+    group.add_argument(
+        "--kv-type",
+        choices=("f32", "f16"),
+        help="type of the KV cache (default f16; f32 for a file of f32 matrices)",
+    )
+    group.add_argument(
+        "--activation-type",
+        choices=("f32", "q8_0"),
+        help="type of activations against quantised weights: q8_0 is int8 blocks (default), f32 is exact",
+    )
+    group.add_argument(
+        "--isa",
+        metavar="NAME",
+        help="instruction set of the kernels, see --doctor (default: $PI_ISA, else the best one)",
+    )
+    _add_gpu_options(parser)
+
+
+def _add_gpu_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("PowerInfer's GPU flags")
+    group.add_argument(
+        "--vram-budget",
+        metavar="GIB",
+        help="ceiling of GPU memory in GiB, or with a unit (6000MiB). This version has no GPU backend: only "
+        "0 is accepted",
+    )
+    group.add_argument(
+        "--reset-gpu-index",
+        action="store_true",
+        help="accepted for PowerInfer's command lines: no split is cached here, so there is nothing to reset",
+    )
+    group.add_argument(
+        "--disable-gpu-index",
+        action="store_true",
+        help="accepted for PowerInfer's command lines: without a GPU no FFN is split",
+    )
+    group.add_argument(
+        "-ngl",
+        "--n-gpu-layers",
+        metavar="N",
+        help="llama.cpp's way to place layers: refused, the budget in bytes is --vram-budget",
+    )
+
+
+def check_gpu_options(args: argparse.Namespace) -> None:
+    """UsageError for what only a GPU could honour; never a silent run on the CPU instead."""
+    if args.n_gpu_layers is not None:
+        raise UsageError(
+            "-ngl is not supported: layers are not placed one by one",
+            hint="use --vram-budget GIB, the memory that the GPU part may take; " + CPU_ONLY,
+        )
+    if args.vram_budget is not None and _parse_bytes(args.vram_budget) != 0:
+        raise UsageError(
+            f"--vram-budget {args.vram_budget} cannot be honoured without a GPU", hint=CPU_ONLY
+        )
+
+
+def _parse_bytes(text: str) -> float:
+    """Return a size in bytes: a number of GiB (-1: all), or a number with KiB, MiB or GiB."""
+    parts = re.fullmatch(
+        r"(-?\d+(?:\.\d*)?|-?\.\d+)\s*(?:([KMG])i?B?)?", text.strip(), re.IGNORECASE
+    )
+    if not parts:
+        raise UsageError(
+            f"--vram-budget {text!r} is no size", hint="give GiB (8, 7.5) or a unit (6000MiB)"
+        )
+    scale = {"k": 2**10, "m": 2**20, "g": 2**30}[(parts[2] or "g").lower()]
+    return float(parts[1]) * scale
+
+
+def require_model(args: argparse.Namespace) -> str:
+    """Return the path given with -m; UsageError without one."""
+    if not args.model:
+        raise UsageError("no model given", hint="name one with -m FILE")
+    return str(args.model)
+
+
+def plan_options(args: argparse.Namespace, threads: int | None, context: int | None) -> PlanOptions:
+    """Return the planner's options from the flags of add_model_options and what each command counts."""
+    from powerinfer_toolkit.runtime.plan.planner import PlanOptions
+
+    return PlanOptions(
+        threads=threads,
+        context=context,
+        batch=args.batch_size,
+        ffn=args.ffn,
+        predict_all=args.predict_all,
+        kv_type=args.kv_type,
+        activation_type=args.activation_type,
+        sparse_threshold=args.sparse_threshold,
+        isa=args.isa,
+    )

@@ -1,0 +1,104 @@
+"""The machine as this process may use it: cores and memory, within affinity and cgroup limits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP = Path("sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Cores and memory that this process may use."""
+
+    n_cores: int  # physical cores, at most the cgroup's CPU quota
+    n_cpus: int  # logical processors in the affinity mask
+    available_bytes: int  # memory that can be taken without swapping
+
+
+def probe(root: Path = Path("/")) -> Machine:
+    """Look at the machine; `root` stands in for / in tests."""
+    cpus = _affinity(root)
+    cores = len({_core_of(root, cpu) for cpu in cpus})
+    groups = _own_groups(root)
+    quota = min((q for group in groups if (q := _cpu_quota(group)) is not None), default=None)
+    if quota is not None:
+        cores = max(1, min(cores, int(quota)))
+    limits = [left for group in groups if (left := _memory_left(group)) is not None]
+    return Machine(cores, len(cpus), min([_memory_available(root), *limits]))
+
+
+def _affinity(root: Path) -> list[int]:
+    if root == Path("/") and hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _core_of(root: Path, cpu: int) -> tuple[str, str]:
+    """Return (package, core); a processor without a topology counts as a core of its own."""
+    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    package = _read(topology / "physical_package_id")
+    core = _read(topology / "core_id")
+    return (package, core) if package and core else ("", f"cpu{cpu}")
+
+
+def _own_groups(root: Path) -> list[Path]:
+    """Return the cgroup directories, v1 and v2, that limit this process: its own and all above it."""
+    groups = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        mounts = [root / _CGROUP / name for name in controllers.split(",") if name]
+        if not controllers:
+            mounts = [root / _CGROUP, root / _CGROUP / "unified"]
+        for mount in mounts:
+            group = mount / path.strip("/")
+            # inside a container the path may be the host's: the mount point itself is then the group
+            while not group.is_dir() and group != mount:
+                group = group.parent
+            while group != mount:
+                groups.append(group)
+                group = group.parent
+            groups.append(mount)
+    return groups
+
+
+def _cpu_quota(group: Path) -> float | None:
+    """Return the processors' worth of time that a cgroup may use, None for no limit."""
+    quota, _, period = _read(group / "cpu.max").partition(" ")
+    if not period:
+        quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+    if quota.isdigit() and period.isdigit() and int(period) > 0:
+        return int(quota) / int(period)
+    return None
+
+
+def _memory_left(group: Path) -> int | None:
+    """Return limit less use of a cgroup in bytes; file pages that the kernel can drop count as free."""
+    for limit_name, usage_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, usage = _read(group / limit_name), _read(group / usage_name)
+        if limit.isdigit() and usage.isdigit():
+            statistics = dict(
+                line.split(" ", 1) for line in _read(group / "memory.stat").splitlines()
+            )
+            return max(0, int(limit) - int(usage) + int(statistics.get(cache_name, "0")))
+    return None
+
+
+def _memory_available(root: Path) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,113 @@
+"""What a run says of itself: the plan before, timings and the JSON record after."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from powerinfer_toolkit.gguf_format import TensorType
+from powerinfer_toolkit.runtime.engine import Stats
+from powerinfer_toolkit.runtime.generate import Generation
+from powerinfer_toolkit.runtime.model import Model
+from powerinfer_toolkit.runtime.plan.machine import Machine
+from powerinfer_toolkit.runtime.plan.plan import Plan
+from powerinfer_toolkit.runtime.plan.planner import format_bytes, memory_need
+from powerinfer_toolkit.runtime.plan.shape import ModelShape
+
+
+def plan_line(shape: ModelShape, plan: Plan) -> str:
+    """Return the plan in one line."""
+    kv_bytes = memory_need(shape, plan).kv_bytes
+    return (
+        f"plan: {shape.n_layers} layers on the CPU, ffn {_name(plan.ffn_mode)}, {plan.n_threads} threads, "
+        f"context {plan.n_context}, KV cache {format_bytes(kv_bytes)} ({_name(plan.kv_type)}), "
+        f"weights {format_bytes(shape.weight_bytes)}"
+    )
+
+
+def plan_table(shape: ModelShape, plan: Plan, machine: Machine, isa: str) -> str:
+    """Return the plan as lines of `topic  text`."""
+    need = memory_need(shape, plan)
+    predictor = "predictor, " if shape.has_predictors else ""
+    layer = f"attention, KV, {predictor}{shape.n_ff} neurons"
+    int8 = plan.activation_type is TensorType.Q8_0
+    rows = {
+        "model": f"{shape.n_layers} layers, {shape.n_embd} wide, {shape.n_ff} neurons, "
+        f"{shape.n_heads} heads ({shape.n_kv_heads} KV), {shape.n_vocab} tokens, {shape.activation}",
+        "placement": f"embedding, {shape.n_layers} x ({layer}), head: all on the CPU",
+        "weights": f"{format_bytes(shape.weight_bytes)}, mapped from the file",
+        "ffn": _tier_text(plan),
+        "threads": f"{plan.n_threads}, {isa} kernels",
+        "activations": "int8 blocks against quantised weights" if int8 else "float32",
+        "context": f"{plan.n_context} tokens in {plan.n_sequences} sequence(s), trained for "
+        f"{shape.n_ctx_train}",
+        "KV cache": f"{format_bytes(need.kv_bytes)}: {plan.n_kv_pages} pages, {_name(plan.kv_type)}",
+        "scratch": f"at most {format_bytes(need.scratch_bytes)} for {plan.max_batch_tokens} tokens a step",
+        "memory": f"{format_bytes(need.total_bytes)} beside the weights, "
+        f"{format_bytes(machine.available_bytes)} available",
+    }
+    return "\n".join(f"{topic:<12}{text}" for topic, text in rows.items())
+
+
+def _tier_text(plan: Plan) -> str:
+    texts, begin = [], 1
+    for tier in plan.tiers:
+        texts.append(f"{_name(tier.ffn_mode)} for steps of {begin} to {tier.max_tokens} tokens")
+        begin = tier.max_tokens + 1
+    rule = "" if not plan.predict_all else "; every position is masked"
+    return ", ".join(texts) + rule
+
+
+def timing_line(generation: Generation, stats: Stats, ffn_mode: str) -> str:
+    """Return speeds, the share of active neurons and a hash of the generated tokens, in one line."""
+    n_decoded = max(
+        0, len(generation.token_ids) - 1
+    )  # the first token comes out of the prompt's step
+    return (
+        f"prompt {len(generation.prompt)} tokens, {_speed(len(generation.prompt), generation.prompt_seconds)}"
+        f" | decode {n_decoded} tokens, {_speed(n_decoded, generation.decode_seconds)}"
+        f" | ffn {ffn_mode}, {stats.active_share:.1%} active"
+        f" | tokens {token_hash(generation.token_ids)}"
+    )
+
+
+def token_hash(token_ids: Sequence[int]) -> str:
+    """Return 8 hexadecimal digits that stand for a sequence of tokens."""
+    data = struct.pack(f"<{len(token_ids)}i", *token_ids)
+    return hashlib.sha256(data).hexdigest()[:8]
+
+
+def generation_record(
+    model: Model, generation: Generation, text: str, load_seconds: float
+) -> dict[str, Any]:
+    """Return what pi-run --json prints of a generation."""
+    return {
+        "text": text,
+        "token_ids": generation.token_ids,
+        "prompt_tokens": len(generation.prompt),
+        "decode_tokens": len(generation.token_ids),
+        "prompt_seconds": generation.prompt_seconds,
+        "decode_seconds": generation.decode_seconds,
+        "ffn_mode": _name(model.plan.ffn_mode),
+        "active_share": model.stats().active_share,
+        "load_seconds": load_seconds,
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+
+
+def peak_rss_bytes() -> int:
+    """Return the largest resident size of this process so far."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def _speed(n_tokens: int, seconds: float) -> str:
+    return f"{n_tokens / seconds:.1f} tok/s" if n_tokens and seconds > 0 else "- tok/s"
+
+
+def _name(member: TensorType | Any) -> str:  # noqa: ANN401 - any enum
+    return str(member.name).lower()
