@@ -1,4 +1,7 @@
-"""Tiny random transformers models, their checkpoints on disk, and their weights under GGUF names."""
+"""Tiny random transformers models, their checkpoints on disk, and their weights under GGUF names.
+
+A test module that imports this one is skipped where torch or transformers is missing.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tokenizers
-import torch
-import transformers
 from numpy.typing import NDArray
 
 from parity.synthetic import Shape, Weights
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 TINY: dict[str, Any] = {
     "hidden_size": 96,
@@ -59,6 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
     "attention_bias": {"attention_bias": True, "tie_word_embeddings": True},
     "mistral_window": {"class": "mistral", "sliding_window": 9, "hidden_act": "relu"},
     "relu": {"hidden_act": "relu", "intermediate_size": 1500},
+    "relu_blocks": {"hidden_act": "relu", "intermediate_size": 1056},
     "relu_odd": {
         "hidden_act": "relu",
         "hidden_size": 264,
@@ -99,6 +105,12 @@ def save_checkpoint(model: transformers.PreTrainedModel, folder: Path) -> Path:
     model.save_pretrained(folder)
     write_bpe_tokenizer(folder, model.config.vocab_size)
     return folder
+
+
+def load_checkpoint(folder: Path) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
 
 
 def write_bpe_tokenizer(folder: Path, n_vocab: int) -> None:

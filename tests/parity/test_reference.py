@@ -7,13 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from parity import checkpoints  # noqa: E402
-from parity.closeness import relative_l2  # noqa: E402
-from parity.reference import Reference, round_to_int8  # noqa: E402
-from parity.synthetic import write_gguf  # noqa: E402
+from parity import checkpoints
+from parity.closeness import relative_l2
+from parity.reference import Reference, round_to_int8
+from parity.synthetic import write_gguf
 
 # The file holds the model's float32 numbers and both sides multiply in float64, but transformers keeps
 # norms, softmax and rope angles in float32: a few roundings of 6e-8 a layer (1.2e-7 seen in sum).
