@@ -145,6 +145,8 @@ def _numbers(raw: RawTensor) -> Array:
 
 def _normalised(counts: Array, path: Path) -> Array:
     """Return int64 where every count is an integer that float64 holds exactly, else float32."""
+    if counts.dtype.kind == "f":
+        counts = counts.astype(np.float64)
     if not np.isfinite(counts).all() or (counts < 0).any():
         raise PiError(f"{path} holds counts that are negative, NaN or infinite")
     if (counts == np.floor(counts)).all() and counts.max(initial=0) < 2**53:
