@@ -1,10 +1,10 @@
 #include "engine.h"
 
 #include "cpu/stream.h"
+#include "signals.h"
 #include "status.h"
 
 #include <chrono>
-#include <csignal>
 
 namespace {
 
@@ -24,12 +24,8 @@ pi_engine::pi_engine(const pi_model &model, const pi_plan &plan)
     : model_(model), plan_(pi::check_plan(plan, model.config)), cache_(kv_shape(plan_, model.config)),
       backend_(pi::open_cpu_backend(plan_.n_threads, plan.isa, plan_.activation_type == PI_TYPE_Q8_0)),
       buffers_(*backend_.ops, *backend_.stream, model.config, plan_.max_batch_tokens) {
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); // signals belong to the host program's threads
+    const pi::BlockedSignals blocked;
     driver_ = std::thread([this] { drive(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 pi_engine::~pi_engine() {
@@ -122,6 +118,7 @@ void pi_engine::run_step() {
         for (const auto &[sequence, n] : step.growth)
             cache_.reserve(sequence, n);
         forward.run(step, [this] { return interrupted(); }, counts, results_);
+        model_.mapping.require_unchanged();
     } catch (...) { // the sequences stay as they were
         for (const auto &[sequence, n] : step.growth)
             cache_.truncate(sequence, cache_.length(sequence));

@@ -9,7 +9,9 @@
 struct pi_model {
     explicit pi_model(const std::string &path)
         : mapping(path), file(mapping.bytes()), config(pi::read_config(file)),
-          weights(pi::find_weights(file, config)) {}
+          weights(pi::find_weights(file, config)) {
+        mapping.require_unchanged(); // what was checked is what is there
+    }
 
     const pi::Mapping mapping;
     const pi::Gguf file;

@@ -1,9 +1,8 @@
 #include "pool.h"
 
+#include "signals.h"
 #include "status.h"
 
-#include <csignal>
-#include <pthread.h>
 #include <system_error>
 
 namespace pi {
@@ -31,20 +30,6 @@ uint32_t wait_change(const std::atomic<uint32_t> &value, uint32_t old) {
     value.wait(old, std::memory_order_acquire);
     return value.load(std::memory_order_acquire);
 }
-
-// Signals belong to the host program's own threads.
-class BlockedSignals {
-  public:
-    BlockedSignals() {
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
-  private:
-    sigset_t before_;
-};
 
 } // namespace
 
