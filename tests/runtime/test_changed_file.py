@@ -10,8 +10,8 @@ from powerinfer_toolkit.runtime import Model
 
 
 @pytest.fixture
-def own_copy(tiny_gguf, tmp_path):
-    return shutil.copy(tiny_gguf(), tmp_path / "model.gguf")
+def own_copy(synthetic_gguf, tmp_path):
+    return shutil.copy(synthetic_gguf(n_layers=4), tmp_path / "model.gguf")
 
 
 def test_a_file_cut_short_is_reported_and_does_not_kill_the_process(own_copy):
