@@ -43,12 +43,14 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
     """Parse `path`; PiError where it is no BPE or unigram SentencePiece model."""
     try:
         model = _parse(path.read_bytes())
+        if not model.pieces:
+            raise ValueError("no pieces")
     except (ValueError, IndexError, struct.error) as failure:
         raise PiError(
             f"{path} is not a SentencePiece model",
             hint="tiktoken files named tokenizer.model need the tokenizer.json of the checkpoint",
         ) from failure
-    if model.model_type not in (UNIGRAM, BPE) or not model.pieces:
+    if model.model_type not in (UNIGRAM, BPE):
         raise PiError(f"{path} is neither a BPE nor a unigram SentencePiece model")
     if not model.escape_whitespaces or model.whitespace_as_suffix:
         raise PiError(f"{path} does not mark spaces with a leading \u2581, which is not supported")

@@ -22,6 +22,7 @@ from powerinfer_toolkit.tokenizer_format import SPACE, TokenizerModel, TokenType
 from powerinfer_toolkit.tokenizer_pre import GPT2_REGEX, PreTokenizer
 
 _SPECIAL_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN)
+_UNREACHABLE_SCORE = -1e6  # far below any sum of log-probabilities over a token's length
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def byte_level_tokenizer(
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _byte_level_cuts(pre, add_prefix_space=add_prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
-    _add_tokens(tokenizer, vocabulary, normalised_spaces=False)
+    _add_tokens(tokenizer, vocabulary)
     return tokenizer
 
 
@@ -82,17 +83,12 @@ def sentencepiece_tokenizer(vocabulary: Vocabulary, rules: SentencePieceRules) -
     else:
         tokenizer = Tokenizer(_sentencepiece_bpe(vocabulary, ignore_merges=bool(rules.isolated)))
     tokenizer.normalizer = _sentencepiece_normaliser(rules)
-    tokenizer.pre_tokenizer = _sentencepiece_cuts(rules)
+    tokenizer.pre_tokenizer = _sentencepiece_cuts(rules, vocabulary)
     after = [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
     )
-    _add_tokens(
-        tokenizer,
-        vocabulary,
-        normalised_spaces=not rules.add_dummy_prefix,
-        skip=frozenset(rules.isolated),
-    )
+    _add_tokens(tokenizer, vocabulary, skip=frozenset(rules.isolated))
     return tokenizer
 
 
@@ -171,7 +167,14 @@ def _unknown(vocabulary: Vocabulary) -> str | None:
 
 
 def _unigram(vocabulary: Vocabulary) -> models.Unigram:
-    scored = list(zip(vocabulary.tokens, vocabulary.scores, strict=True))
+    """Return the model, in which text never becomes a control or byte piece by being spelt like one."""
+    plain = (TokenType.NORMAL, TokenType.USER_DEFINED)
+    scored = [
+        (token, score if kind in plain else _UNREACHABLE_SCORE)
+        for token, score, kind in zip(
+            vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True
+        )
+    ]
     unknown = _unknown(vocabulary)
     return models.Unigram(
         vocab=scored,
@@ -194,34 +197,36 @@ def _sentencepiece_normaliser(rules: SentencePieceRules) -> normalizers.Normaliz
     return normalizers.Sequence(steps)
 
 
-def _sentencepiece_cuts(rules: SentencePieceRules) -> pre_tokenizers.PreTokenizer | None:
+def _sentencepiece_cuts(
+    rules: SentencePieceRules, vocabulary: Vocabulary
+) -> pre_tokenizers.PreTokenizer | None:
+    """Return the cuts: isolated pieces stand alone, and names of special tokens are cut in two.
+
+    A whole piece of text that is a token skips the merges where pieces are isolated; the names, as plain
+    text, must not become the tokens in this way.
+    """
     steps: list[pre_tokenizers.PreTokenizer] = []
     if rules.add_dummy_prefix and rules.prefix_first_only:
         steps.append(pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False))
     if rules.isolated:
         longest_first = sorted(rules.isolated, key=len, reverse=True)
-        pattern = "|".join(re.escape(piece) for piece in longest_first)
-        steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+        patterns = [re.escape(piece) for piece in longest_first]
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
+            if kind in _SPECIAL_TYPES and len(token) > 1:
+                patterns.append(f"{re.escape(token[0])}(?={re.escape(token[1:])})")
+        steps.append(pre_tokenizers.Split(Regex("|".join(patterns)), "isolated"))
     return pre_tokenizers.Sequence(steps) if steps else None
 
 
 def _add_tokens(
-    tokenizer: Tokenizer,
-    vocabulary: Vocabulary,
-    *,
-    normalised_spaces: bool,
-    skip: frozenset[str] = frozenset(),
+    tokenizer: Tokenizer, vocabulary: Vocabulary, *, skip: frozenset[str] = frozenset()
 ) -> None:
-    """Make control tokens special and user-defined ones added; both are found in the raw text.
-
-    With `normalised_spaces`, added tokens that contain SentencePiece's space are sought after normalising.
-    """
+    """Make control tokens special and user-defined ones added; both are found in the raw text."""
     special, plain = [], []
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
         if kind in _SPECIAL_TYPES:
             special.append(AddedToken(token, special=True, normalized=False))
         elif kind == TokenType.USER_DEFINED and token not in skip:
-            after = normalised_spaces and SPACE in token
-            plain.append(AddedToken(token, special=False, normalized=after))
+            plain.append(AddedToken(token, special=False, normalized=False))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)

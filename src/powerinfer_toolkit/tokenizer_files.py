@@ -18,7 +18,7 @@ from powerinfer_toolkit.tokenizer_build import (
     frame_with,
     sentencepiece_tokenizer,
 )
-from powerinfer_toolkit.tokenizer_format import TokenizerModel, TokenType
+from powerinfer_toolkit.tokenizer_format import TokenizerModel, TokenType, padding_name
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
@@ -126,7 +126,7 @@ def _from_sentencepiece(
     """Build the tokenizer of a checkpoint that has no tokenizer.json."""
     tokens, types, scores = list(pieces.pieces), list(pieces.types), list(pieces.scores)
     for token_id in range(len(tokens), max(added, default=-1) + 1):
-        tokens.append(f"[PAD{token_id}]")
+        tokens.append(padding_name(token_id))
         types.append(TokenType.UNUSED)
         scores.append(min(scores))
     for token_id, token in added.items():

@@ -55,6 +55,11 @@ class TokenizerKey:
     CHAT_TEMPLATE = "tokenizer.chat_template"
 
 
+def padding_name(token_id: int) -> str:
+    """Return llama.cpp's name for an id that the tokenizer does not use."""
+    return f"[PAD{token_id}]"
+
+
 def required_list(get: Metadata, name: str) -> list[Any]:
     """Return the array under `name`; PiError where the file has none."""
     value = get(name)

@@ -17,10 +17,17 @@ from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import Key
 from powerinfer_toolkit.sentencepiece_model import SentencePieceModel
 from powerinfer_toolkit.tokenizer_files import TokenizerFiles, read_tokenizer_files, token_text
-from powerinfer_toolkit.tokenizer_format import SPACE, TokenizerKey, TokenizerModel, TokenType
+from powerinfer_toolkit.tokenizer_format import (
+    SPACE,
+    TokenizerKey,
+    TokenizerModel,
+    TokenType,
+    padding_name,
+)
 from powerinfer_toolkit.tokenizer_pre import recognise
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BYTE_LEVEL_SPACE = "\u0120"
 
 
 class MetadataEntry(NamedTuple):
@@ -42,6 +49,29 @@ class TokenizerKeys:
     keys: list[MetadataEntry]
 
 
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint's tokenizer, understood as far as GGUF needs."""
+
+    files: TokenizerFiles
+    backend: Tokenizer
+    model: TokenizerModel
+    tokens: dict[int, str]  # by id, with gaps
+    ids: dict[str, int]
+    pieces: SentencePieceModel | None  # where it says the same as tokenizer.json
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The `model` of tokenizer.json."""
+        section: dict[str, Any] = self.files.spec["model"]
+        return section
+
+    @property
+    def added_tokens(self) -> list[dict[str, Any]]:
+        """The `added_tokens` of tokenizer.json."""
+        return self.files.spec.get("added_tokens") or []
+
+
 def tokenizer_metadata(model_dir: Path, n_vocab: int) -> TokenizerKeys:
     """Return the GGUF keys for the tokenizer in `model_dir` of a model with `n_vocab` embedding rows.
 
@@ -50,44 +80,57 @@ def tokenizer_metadata(model_dir: Path, n_vocab: int) -> TokenizerKeys:
     """
     files = read_tokenizer_files(model_dir)
     text = json.dumps(files.spec, ensure_ascii=False, separators=(",", ":"))
-    tokenizer = _load(text, model_dir)
-    model = _model_kind(files.spec, model_dir)
-    pre = _pre_name(files.spec, model)
-    present = _tokens_by_id(files.spec)
-    n_tokens = max(present, default=-1) + 1
+    source = _understand(files, _load(text, model_dir), model_dir)
+    n_tokens = max(source.tokens, default=-1) + 1
     if n_tokens > n_vocab:
         raise PiError(
             f"the tokenizer has {n_tokens} tokens, the model only {n_vocab} embedding rows",
             hint="tokenizer and weights are of different checkpoints, or tokens were only added",
         )
-    tokens = [present.get(token_id, f"[PAD{token_id}]") for token_id in range(n_vocab)]
+    pre = _pre_name(source)
     keys = [
-        _text(TokenizerKey.MODEL, model),
+        _text(TokenizerKey.MODEL, source.model),
         _text(TokenizerKey.PRE, pre),
-        _array(TokenizerKey.TOKENS, tokens, GGUFValueType.STRING),
-        _array(
-            TokenizerKey.TOKEN_TYPE,
-            _token_types(files, model, present, n_vocab),
-            GGUFValueType.INT32,
-        ),
-        *_model_keys(files, model, tokenizer, tokens),
-        *_special_ids(files, present),
-        *_framing(files, tokenizer, model, present),
+        *_token_arrays(source, n_vocab),
+        *_model_keys(source, n_vocab),
+        *_special_ids(source),
+        *_framing(source),
     ]
     if files.chat_template is not None:
         keys.append(_text(TokenizerKey.CHAT_TEMPLATE, files.chat_template))
     keys.append(_text(Key.TOKENIZER_JSON, text))
-    return TokenizerKeys(model, pre, n_tokens, keys)
+    return TokenizerKeys(source.model, pre, n_tokens, keys)
 
 
 def _load(text: str, model_dir: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_str(text)
+        backend = Tokenizer.from_str(text)
     except Exception as failure:  # tokenizers raises bare Exception
         raise PiError(
             f"{model_dir / 'tokenizer.json'} cannot be read: {failure}",
             hint="a newer `tokenizers` package may know it",
         ) from failure
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _understand(files: TokenizerFiles, backend: Tokenizer, model_dir: Path) -> _Source:
+    spec = files.spec
+    vocabulary = spec["model"]["vocab"]
+    if isinstance(vocabulary, list):
+        tokens = {token_id: piece for token_id, (piece, _) in enumerate(vocabulary)}
+    else:
+        tokens = {token_id: token for token, token_id in vocabulary.items()}
+    added = {token["id"]: token["content"] for token in spec.get("added_tokens") or []}
+    tokens.update(added)
+    pieces = files.sentencepiece
+    if pieces is not None:
+        own = enumerate(pieces.pieces)
+        agree = all(i in added or tokens.get(i) == piece for i, piece in own)
+        pieces = pieces if agree else None
+    ids = {token: token_id for token_id, token in tokens.items()}
+    return _Source(files, backend, _model_kind(spec, model_dir), tokens, ids, pieces)
 
 
 def _model_kind(spec: dict[str, Any], model_dir: Path) -> TokenizerModel:
@@ -105,19 +148,13 @@ def _model_kind(spec: dict[str, Any], model_dir: Path) -> TokenizerModel:
     )
 
 
-def _mentions(section: object, kind: str) -> bool:
-    """Return whether a section of tokenizer.json has a step of type `kind` at any depth."""
-    if isinstance(section, dict):
-        return section.get("type") == kind or any(_mentions(v, kind) for v in section.values())
-    return isinstance(section, list) and any(_mentions(part, kind) for part in section)
-
-
-def _pre_name(spec: dict[str, Any], model: TokenizerModel) -> str:
-    if model is not TokenizerModel.BYTE_LEVEL_BPE:
+def _pre_name(source: _Source) -> str:
+    if source.model is not TokenizerModel.BYTE_LEVEL_BPE:
         return "default"
+    spec = source.files.spec
     name = recognise(
         spec["pre_tokenizer"],
-        ignore_merges=bool(spec["model"].get("ignore_merges")),
+        ignore_merges=bool(source.section.get("ignore_merges")),
         nfc=_mentions(spec.get("normalizer"), "NFC"),
     )
     if name is None:
@@ -127,66 +164,60 @@ def _pre_name(spec: dict[str, Any], model: TokenizerModel) -> str:
     return name or "default"
 
 
-def _tokens_by_id(spec: dict[str, Any]) -> dict[int, str]:
-    vocabulary = spec["model"]["vocab"]
-    if isinstance(vocabulary, list):
-        present = {token_id: piece for token_id, (piece, _) in enumerate(vocabulary)}
-    else:
-        present = {token_id: token for token, token_id in vocabulary.items()}
-    present.update((added["id"], added["content"]) for added in spec.get("added_tokens") or [])
-    return present
+def _token_arrays(source: _Source, n_vocab: int) -> list[MetadataEntry]:
+    """Return tokens and types. User-defined pieces have real spaces in GGUF, as llama.cpp seeks them."""
+    types = _token_types(source, n_vocab)
+    tokens = [source.tokens.get(token_id, padding_name(token_id)) for token_id in range(n_vocab)]
+    if source.model is not TokenizerModel.BYTE_LEVEL_BPE:
+        for token_id, kind in enumerate(types):
+            if kind == TokenType.USER_DEFINED:
+                tokens[token_id] = tokens[token_id].replace(SPACE, " ")
+    return [
+        _array(TokenizerKey.TOKENS, tokens, GGUFValueType.STRING),
+        _array(TokenizerKey.TOKEN_TYPE, types, GGUFValueType.INT32),
+    ]
 
 
-def _token_types(
-    files: TokenizerFiles, model: TokenizerModel, present: dict[int, str], n_vocab: int
-) -> list[int]:
+def _token_types(source: _Source, n_vocab: int) -> list[int]:
     """Return a TokenType per row: SentencePiece's own where it is known, then the added tokens'."""
     types = [int(TokenType.UNUSED)] * n_vocab
-    for token_id, token in present.items():
-        is_byte = model is not TokenizerModel.BYTE_LEVEL_BPE and _BYTE_TOKEN.fullmatch(token)
-        types[token_id] = TokenType.BYTE if is_byte else TokenType.NORMAL
-    pieces = _pieces(files, present)
-    if pieces is not None:
-        types[: len(pieces.types)] = pieces.types
-    for added in files.spec.get("added_tokens") or []:
-        types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
-    unknown = _unknown_id(files.spec["model"])
-    if unknown is not None and model is not TokenizerModel.BYTE_LEVEL_BPE:
-        types[unknown] = TokenType.UNKNOWN
-    return [int(kind) for kind in types]
+    sentencepiece = source.model is not TokenizerModel.BYTE_LEVEL_BPE
+    for token_id, token in source.tokens.items():
+        is_byte = sentencepiece and _BYTE_TOKEN.fullmatch(token)
+        types[token_id] = int(TokenType.BYTE if is_byte else TokenType.NORMAL)
+        if token == padding_name(token_id):
+            types[token_id] = int(TokenType.UNUSED)
+    if source.pieces is not None:
+        types[: len(source.pieces.types)] = source.pieces.types
+    for added in source.added_tokens:
+        kind = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+        types[added["id"]] = int(kind)
+    unknown = _unknown_id(source.section)
+    if unknown is not None and sentencepiece:
+        types[unknown] = int(TokenType.UNKNOWN)
+    return types
 
 
-def _pieces(files: TokenizerFiles, present: dict[int, str]) -> SentencePieceModel | None:
-    """Return tokenizer.model where it says the same as tokenizer.json, added tokens aside."""
-    pieces = files.sentencepiece
-    if pieces is None:
-        return None
-    added = {token["id"] for token in files.spec.get("added_tokens") or []}
-    agree = all(i in added or present.get(i) == piece for i, piece in enumerate(pieces.pieces))
-    return pieces if agree else None
-
-
-def _unknown_id(model: dict[str, Any]) -> int | None:
-    if isinstance(model["vocab"], list):
-        unknown = model.get("unk_id")
+def _unknown_id(section: dict[str, Any]) -> int | None:
+    if isinstance(section["vocab"], list):
+        unknown = section.get("unk_id")
     else:
-        unknown = model["vocab"].get(model.get("unk_token"))
+        unknown = section["vocab"].get(section.get("unk_token"))
     return unknown if isinstance(unknown, int) else None
 
 
-def _model_keys(
-    files: TokenizerFiles, model: TokenizerModel, tokenizer: Tokenizer, tokens: list[str]
-) -> list[MetadataEntry]:
+def _model_keys(source: _Source, n_vocab: int) -> list[MetadataEntry]:
     """Return merges for byte-level BPE; scores and the normaliser's rules for SentencePiece."""
-    section = files.spec["model"]
-    if model is TokenizerModel.BYTE_LEVEL_BPE:
-        merges = [" ".join(pair) for pair in _merge_pairs(section)]
+    if source.model is TokenizerModel.BYTE_LEVEL_BPE:
+        merges = [" ".join(pair) for pair in _merge_pairs(source.section)]
         return [_array(TokenizerKey.MERGES, merges, GGUFValueType.STRING)] if merges else []
-    keys = [_array(TokenizerKey.SCORES, _scores(files, section, tokens), GGUFValueType.FLOAT32)]
-    normaliser = tokenizer.normalizer
-    if normaliser is not None and normaliser.normalize_str("a  b").count(SPACE) == 1:
-        keys.append(MetadataEntry(TokenizerKey.REMOVE_EXTRA_WHITESPACES, GGUFValueType.BOOL, True))
-    charsmap = _find(files.spec.get("normalizer"), "precompiled_charsmap")
+    keys = [_array(TokenizerKey.SCORES, _scores(source, n_vocab), GGUFValueType.FLOAT32)]
+    normaliser = source.backend.normalizer
+    if normaliser is not None and normaliser.normalize_str("a  b") == normaliser.normalize_str(
+        "a b"
+    ):
+        keys.append(_flag(TokenizerKey.REMOVE_EXTRA_WHITESPACES, True))
+    charsmap = _find(source.files.spec.get("normalizer"), "precompiled_charsmap")
     if isinstance(charsmap, str) and charsmap:
         table = base64.b64decode(charsmap)
         keys.append(_array(TokenizerKey.PRECOMPILED_CHARSMAP, table, GGUFValueType.UINT8))
@@ -199,82 +230,88 @@ def _merge_pairs(section: dict[str, Any]) -> list[tuple[str, str]]:
     return [(left, right) for left, right in pairs]
 
 
-def _scores(files: TokenizerFiles, section: dict[str, Any], tokens: list[str]) -> list[float]:
-    """Return SentencePiece's score per row: the unigram's, tokenizer.model's or -rank of the merge.
+def _scores(source: _Source, n_vocab: int) -> list[float]:
+    """Return SentencePiece's score per row: tokenizer.model's, the unigram's or -rank of the merge.
 
     Rows that no model knows get the lowest score of all.
     """
-    pieces = _pieces(files, dict(enumerate(tokens)))
-    if isinstance(section["vocab"], list):
-        scores = [float(score) for _, score in section["vocab"]]
-    elif pieces is not None:
-        scores = list(pieces.scores)
+    vocabulary = source.section["vocab"]
+    if source.pieces is not None:
+        scores = list(source.pieces.scores)
+    elif isinstance(vocabulary, list):
+        scores = [float(score) for _, score in vocabulary]
     else:
         rank: dict[str, int] = {}
-        for left, right in _merge_pairs(section):
+        for left, right in _merge_pairs(source.section):
             rank.setdefault(left + right, len(rank))
+        tokens = (source.tokens.get(token_id, "") for token_id in range(n_vocab))
         scores = [-float(rank.get(token, len(rank))) for token in tokens]
     lowest = min(scores, default=0.0)
-    return scores + [lowest] * (len(tokens) - len(scores))
+    return scores + [lowest] * (n_vocab - len(scores))
 
 
-def _special_ids(files: TokenizerFiles, present: dict[int, str]) -> list[MetadataEntry]:
-    ids = {token: token_id for token_id, token in present.items()}
+def _special_ids(source: _Source) -> list[MetadataEntry]:
     roles = {
         "bos": TokenizerKey.BOS_ID,
         "eos": TokenizerKey.EOS_ID,
         "unk": TokenizerKey.UNK_ID,
         "pad": TokenizerKey.PAD_ID,
     }
-    found = {role: special_id(files, role, ids) for role in roles}
+    found = {role: _special_id(source, role) for role in roles}
     keys = [_integer(roles[role], value) for role, value in found.items() if value is not None]
-    ends = files.generation_config.get("eos_token_id")
+    ends = source.files.generation_config.get("eos_token_id")
     for token_id in ends if isinstance(ends, list) else []:
-        if token_id in present and token_id != found["eos"]:
+        if token_id in source.tokens and token_id != found["eos"]:
             return [*keys, _integer(TokenizerKey.EOT_ID, token_id)]
     return keys
 
 
-def special_id(files: TokenizerFiles, role: str, ids: dict[str, int]) -> int | None:
+def _special_id(source: _Source, role: str) -> int | None:
     """Return the id of the "bos", "eos", "unk" or "pad" token, by name before by number."""
+    files = source.files
     for named in (files.config, files.special_tokens_map):
         text = token_text(named.get(f"{role}_token"))
-        if text in ids:
-            return ids[text]
+        if text in source.ids:
+            return source.ids[text]
     if files.sentencepiece is not None:
         numbered = getattr(files.sentencepiece, f"{role}_id")
     else:
         numbered = files.model_config.get(f"{role}_token_id")
     if isinstance(numbered, list):
         numbered = numbered[0] if numbered else None
-    return numbered if numbered in ids.values() else None
+    return numbered if numbered in source.tokens else None
 
 
-def _framing(
-    files: TokenizerFiles, tokenizer: Tokenizer, model: TokenizerModel, present: dict[int, str]
-) -> list[MetadataEntry]:
+def _framing(source: _Source) -> list[MetadataEntry]:
     """Return what is put before and after a text, seen by encoding one."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    plain = tokenizer.encode("a", add_special_tokens=False)
-    framed = tokenizer.encode("a").ids
+    plain = source.backend.encode("a", add_special_tokens=False)
+    framed = source.backend.encode("a").ids
     n = len(plain.ids)
     start = next((i for i in range(len(framed)) if framed[i : i + n] == plain.ids), 0)
-    frame = (framed[:start], framed[start + n :])
-    ids = {token: token_id for token_id, token in present.items()}
-    keys = []
-    for key, role, tokens in zip(
-        (TokenizerKey.ADD_BOS, TokenizerKey.ADD_EOS), ("bos", "eos"), frame, strict=True
-    ):
-        token_id = special_id(files, role, ids)
-        if tokens and tokens != [token_id]:
-            console.warning(f"the tokenizer adds tokens {tokens} that GGUF cannot express")
-        stated = files.config.get(f"add_{role}_token")
-        adds = bool(tokens) if stated is None else bool(stated)
-        keys.append(MetadataEntry(key, GGUFValueType.BOOL, adds and token_id is not None))
-    space = "\u0120" if model is TokenizerModel.BYTE_LEVEL_BPE else SPACE
+    byte_level = source.model is TokenizerModel.BYTE_LEVEL_BPE
+    space = _BYTE_LEVEL_SPACE if byte_level else SPACE
     prefixed = bool(plain.tokens) and plain.tokens[0].startswith(space)
-    return [*keys, MetadataEntry(TokenizerKey.ADD_SPACE_PREFIX, GGUFValueType.BOOL, prefixed)]
+    return [
+        _flag(TokenizerKey.ADD_BOS, _frames(source, "bos", framed[:start])),
+        _flag(TokenizerKey.ADD_EOS, _frames(source, "eos", framed[start + n :])),
+        _flag(TokenizerKey.ADD_SPACE_PREFIX, prefixed),
+    ]
+
+
+def _frames(source: _Source, role: str, added: list[int]) -> bool:
+    """Return whether bos or eos is added: as tokenizer_config.json states, else as `added` shows."""
+    token_id = _special_id(source, role)
+    if added and added != [token_id]:
+        console.warning(f"the tokenizer adds the tokens {added}, which GGUF cannot express")
+    stated = source.files.config.get(f"add_{role}_token")
+    return token_id is not None and bool(added if stated is None else stated)
+
+
+def _mentions(section: object, kind: str) -> bool:
+    """Return whether a section of tokenizer.json has a step of type `kind` at any depth."""
+    if isinstance(section, dict):
+        return section.get("type") == kind or any(_mentions(v, kind) for v in section.values())
+    return isinstance(section, list) and any(_mentions(part, kind) for part in section)
 
 
 def _find(section: object, name: str) -> object:
@@ -294,6 +331,10 @@ def _text(name: str, value: str) -> MetadataEntry:
 
 def _integer(name: str, value: int) -> MetadataEntry:
     return MetadataEntry(name, GGUFValueType.UINT32, value)
+
+
+def _flag(name: str, value: bool) -> MetadataEntry:
+    return MetadataEntry(name, GGUFValueType.BOOL, value)
 
 
 def _array(
