@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from powerinfer_toolkit import console
@@ -36,6 +37,7 @@ class Answer(Protocol):
     """The tokens of an answer, and how it went once they are through; see runtime.generate.Generation."""
 
     finish_reason: str
+    remainder: str
     decode_seconds: float
 
     def __iter__(self) -> Iterator[GeneratedToken]:
@@ -57,6 +59,17 @@ class ChatModel(Protocol):
         With `reuse_cache`, what the last call computed for a common beginning is kept.
         """
         ...
+
+
+@dataclass
+class _Exchange:
+    """One message, the conversation's prompt with it, and what was answered so far."""
+
+    text: str
+    prompt: str
+    tokens: list[int]  # of the prompt
+    ids: list[int] = field(default_factory=list)  # of the answer
+    pieces: list[str] = field(default_factory=list)
 
 
 class Chat:
@@ -86,6 +99,10 @@ class Chat:
         self.stats = ""
         self.finish_reason = ""  # of the last answer: "stop", "length" or "context"
 
+    def prompt_tokens(self, text: str) -> list[int]:
+        """Return the tokens of the conversation with the message `text` at its end."""
+        return self._encode(self._render(text))
+
     def turn(self, text: str) -> Generator[str]:
         """Yield the pieces of the answer to `text`.
 
@@ -93,42 +110,39 @@ class Chat:
         or because the caller stops. PiError leaves the history as it was.
         """
         self.finish_reason = ""
-        asked, prompt = self._ask(text)
-        tokens = self._extend(prompt)
+        prompt = self._render(text)
+        tokens = self._encode(prompt)
         answer = self._model.generate(tokens, reuse_cache=True, **self._options)
-        written: list[GeneratedToken] = []
+        exchange = _Exchange(text, prompt, tokens)
         try:
             for token in answer:
-                written.append(token)
+                exchange.ids.append(token.id)
+                exchange.pieces.append(token.text)
                 yield token.text
+            exchange.pieces.append(answer.remainder)
+            yield answer.remainder
         except PiError:
             raise
         except BaseException:
-            self._remember(asked, prompt, tokens, written)
+            self._remember(exchange)
             raise
-        self._remember(asked, prompt, tokens, written)
+        self._remember(exchange)
         self.finish_reason = answer.finish_reason
-        seconds = max(answer.decode_seconds, 1e-9)
+        n = len(exchange.ids)
+        rate = max(n - 1, 0) / max(answer.decode_seconds, 1e-9)
         self.stats = (
-            f"{len(self._seen_tokens)} tokens in the context; last answer: {len(written)} tokens, "
-            f"{max(len(written) - 1, 0) / seconds:.1f} tokens/s"
+            f"{len(tokens) + n} tokens in the context; last answer: {n} tokens, {rate:.1f} tokens/s"
         )
 
-    def prompt_tokens(self, text: str) -> list[int]:
-        """Return the prompt that `turn` would give the model for `text`."""
-        return self._extend(self._ask(text)[1])
-
-    def _ask(self, text: str) -> tuple[list[dict[str, str]], str]:
-        """Return the messages with `text` as the last one, and the prompt for them."""
+    def _render(self, text: str) -> str:
         asked = [*self.messages, {"role": "user", "content": text}]
-        special_tokens = self._model.tokenizer.special_tokens
-        return asked, self._template.render(asked, special_tokens=special_tokens)
+        return self._template.render(asked, special_tokens=self._model.tokenizer.special_tokens)
 
-    def _extend(self, prompt: str) -> list[int]:
+    def _encode(self, prompt: str) -> list[int]:
         """Return the tokens of `prompt`, which start with those seen where its text does.
 
-        The answer keeps the tokens that were generated, which may not be those its text encodes to. Only
-        a special token is a safe border: elsewhere words could straddle it.
+        So an answer keeps the tokens that were generated, which may not be those its text encodes to.
+        Only a special token is a safe border: elsewhere words could straddle it.
         """
         tokenizer = self._model.tokenizer
         if self._seen_text and prompt.startswith(self._seen_text):
@@ -137,17 +151,16 @@ class Chat:
                 return self._seen_tokens + rest
         return tokenizer.encode(prompt, add_special=False)
 
-    def _remember(
-        self,
-        asked: list[dict[str, str]],
-        prompt: str,
-        tokens: list[int],
-        written: list[GeneratedToken],
-    ) -> None:
-        text = "".join(token.text for token in written)
-        self.messages = [*asked, {"role": "assistant", "content": text}]
-        self._seen_text = prompt + text
-        self._seen_tokens = tokens + [token.id for token in written]
+    def _remember(self, exchange: _Exchange) -> None:
+        """Append one exchange; keep its tokens where they stand for exactly its text (no stop text cut)."""
+        answer = "".join(exchange.pieces)
+        self.messages.append({"role": "user", "content": exchange.text})
+        self.messages.append({"role": "assistant", "content": answer})
+        stream = self._model.tokenizer.decoder(skip_special=False)
+        whole = "".join([*(stream.feed(token_id) for token_id in exchange.ids), stream.finish()])
+        exact = whole == answer
+        self._seen_text = exchange.prompt + answer if exact else ""
+        self._seen_tokens = exchange.tokens + exchange.ids if exact else []
 
 
 class Repl:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,12 @@ def test_sentencepiece_decoding_is_the_original(
 ) -> None:
     # SentencePiece shows unknown as U+2047, and keeps a space that is spelt as a byte at the start.
     known = [i for i in ids if i not in (0, 1, 2, 3 + ord(" "))]
-    assert spm.decode(known) == processor.decode(known)
+    # It writes U+FFFD for every bad byte; ours, as Unicode recommends, for every cut-off character.
+    found, expected = (
+        re.sub(f"{REPLACEMENT}+", REPLACEMENT, decode(known))
+        for decode in (spm.decode, processor.decode)
+    )
+    assert found == expected
 
 
 @given(data=st.data(), kind=st.sampled_from(["bpe", "spm"]), starts=st.booleans())
