@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from powerinfer_toolkit import cli, console
-from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.gguf_format import Dialect, NeuronOrder, TensorType
 
 if TYPE_CHECKING:
@@ -97,8 +96,6 @@ def _command(args: argparse.Namespace) -> None:
 def _settings(args: argparse.Namespace) -> ConvertSettings:
     from powerinfer_toolkit.convert.conversion import ConvertSettings
 
-    if args.activation_tokens is not None and args.activation_tokens < 1:
-        raise UsageError("--activation-tokens must be positive")
     return ConvertSettings(
         source=args.source,
         output=args.output,

@@ -64,6 +64,19 @@ class ConvertSettings:
     upstream_sidecar: bool = False
     force: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse options without what they need (UsageError)."""
+        if self.activation_tokens is not None and self.activation_tokens < 1:
+            raise UsageError("--activation-tokens must be positive")
+        if self.activations is not None:
+            return
+        if self.neuron_order is NeuronOrder.HOT_FIRST:
+            raise UsageError("--neuron-order hot-first needs --activations")
+        if self.activation_tokens is not None:
+            raise UsageError("--activation-tokens needs --activations")
+        if self.upstream_sidecar:
+            raise UsageError("--upstream-sidecar needs --activations")
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -130,14 +143,13 @@ def check_outputs(settings: ConvertSettings) -> None:
 
 def prepare(settings: ConvertSettings) -> Conversion:
     """Read configuration, headers, tokenizer and statistics, and decide every tensor and key. Raises PiError."""
-    _check_settings(settings)
     model = locate(settings.source)
     config = read_config(model.path)
-    tokenizer = tokenizer_metadata(model.path, config.n_vocab)
-    dialect = choose_dialect(settings.dialect, config, settings.outtype, tokenizer.model)
     checkpoint = Checkpoint(model.path)
     parameters = expected_parameters(config)
     check_parameters(parameters, checkpoint.entries, config)
+    tokenizer = tokenizer_metadata(model.path, config.n_vocab)
+    dialect = choose_dialect(settings.dialect, config, settings.outtype, tokenizer.model)
     predictors = _predictors(settings, config)
     statistics = None
     if settings.activations is not None:
@@ -156,19 +168,6 @@ def prepare(settings: ConvertSettings) -> Conversion:
         statistics,
         manifest,
     )
-
-
-def _check_settings(settings: ConvertSettings) -> None:
-    if settings.activations is not None:
-        return
-    if settings.neuron_order is NeuronOrder.HOT_FIRST:
-        raise UsageError(
-            "--neuron-order hot-first needs --activations", hint="counts give the order"
-        )
-    if settings.activation_tokens is not None:
-        raise UsageError("--activation-tokens needs --activations")
-    if settings.upstream_sidecar:
-        raise UsageError("--upstream-sidecar needs --activations")
 
 
 def _predictors(settings: ConvertSettings, config: ModelConfig) -> Predictors | None:
