@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def make_checkpoint(args: argparse.Namespace) -> None:
     reader = open_gguf(args.gguf or packaged_gguf())
     fields = reader.fields
 
+    @cache  # the arrays of tokens and merges take gguf-py a while
     def get(name: str) -> Any:  # noqa: ANN401 - the type is the file's
         return fields[name].contents() if name in fields else None
 

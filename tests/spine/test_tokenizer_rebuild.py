@@ -147,10 +147,10 @@ def test_smollm2_encodes_as_llama_cpp(smollm2_gguf: Path) -> None:
 def test_smollm2_is_ready_in_time(path: str, budget_seconds: float) -> None:
     get = embedded_and_rebuilt(SHARED, 49152)[path]
     seconds = []
-    for _ in range(3):  # the best of three: other processes share the machine
-        begin = time.perf_counter()
+    for _ in range(3):  # the best of three, in CPU time: other processes share the machine
+        begin = time.process_time()
         Tokenizer.from_metadata(get).encode("Hello")
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
     assert min(seconds) < budget_seconds
 
 
