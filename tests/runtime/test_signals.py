@@ -46,6 +46,7 @@ def endless(synthetic_gguf) -> list[str]:
     return [*PI_RUN, "-m", path, "-p", "w1", "--ignore-eos", "-c", "0", "-t", "1"]
 
 
+@pytest.mark.timing
 def test_ctrl_c_ends_a_step_between_layers(synthetic_gguf):
     """24 layers of some tenths of a second each: the step would take many seconds."""
     path = synthetic_gguf(
