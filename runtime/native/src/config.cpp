@@ -21,6 +21,7 @@ constexpr Family families[] = {
      Activation::silu},
 };
 
+constexpr uint32_t known_format_version = 1;
 constexpr uint32_t max_dimension = 1u << 24; // far above any model; keeps products within 64 bits
 
 const Family &find_family(const std::string &architecture) {
@@ -122,6 +123,12 @@ void read_ffn(const Gguf &file, const Family &family, ModelConfig &config) {
 
 ModelConfig read_config(const Gguf &file) {
     ModelConfig config;
+    const uint32_t version = file.get_u32("powerinfer.format_version").value_or(known_format_version);
+    if (version > known_format_version)
+        throw Error(PI_FAILURE,
+                    "the file has PowerInfer format version " + std::to_string(version) +
+                        "; this version reads up to " + std::to_string(known_format_version),
+                    "update powerinfer-toolkit");
     const auto architecture = file.get_string("general.architecture");
     if (!architecture)
         throw_bad_file("metadata key general.architecture is missing");
