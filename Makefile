@@ -26,8 +26,9 @@ help: ## list the targets
 
 SOURCES := $(shell find src convert profile_activations train_predictor runtime recipes \
 	-type f ! -path '*/__pycache__/*') CMakeLists.txt pyproject.toml
-DEMO_PROMPT := The capital of France is
-DEMO_QUESTION := Why is the sky blue? Answer in one sentence.
+DEMO_PROMPT := Once upon a time, in a small village,
+DEMO_QUESTION := What is the capital of France? Answer in one sentence.
+DEMO_SAMPLING := -s 1 --temp 0.6
 
 .venv-demo/installed: $(SOURCES)
 	@echo "make demo: installing the package into .venv-demo" >&2
@@ -48,8 +49,8 @@ demo/smollm2-%.gguf: | demo/smollm2/written
 demo: .venv-demo/installed demo/smollm2-q8_0.gguf demo/smollm2-q4_0.gguf ## convert and run SmolLM2-135M
 	@for type in q8_0 q4_0; do \
 	    echo "---- $$type: completion, then one turn of a chat" >&2; \
-	    .venv-demo/bin/pi-run -m demo/smollm2-$$type.gguf -n 48 --temp 0 -p "$(DEMO_PROMPT)"; \
-	    .venv-demo/bin/pi-run -m demo/smollm2-$$type.gguf -n 64 --temp 0 --chat -p "$(DEMO_QUESTION)"; \
+	    .venv-demo/bin/pi-run -m demo/smollm2-$$type.gguf -n 48 $(DEMO_SAMPLING) -p "$(DEMO_PROMPT)"; \
+	    .venv-demo/bin/pi-run -m demo/smollm2-$$type.gguf -n 64 $(DEMO_SAMPLING) --chat -p "$(DEMO_QUESTION)"; \
 	done
 
 # ---- a developer's environment ----------------------------------------------------------------------------
