@@ -26,7 +26,7 @@ class ModelShape:
     has_predictors: bool  # every layer has fc1 and fc2
     sink_positions: int  # leading positions that predicted mode computes exactly
     tied_head: bool
-    float32_weights: bool  # every matrix is F32
+    float32_weights: bool  # every matrix but the predictors' is F32
     activation_threshold: float
     sparse_threshold: float
     rms_eps: float

@@ -98,7 +98,7 @@ typedef struct pi_model_config {
     uint32_t has_predictors; /* 1: every layer has fc1 and fc2 */
     uint32_t sink_positions; /* leading positions that predicted mode computes exactly */
     uint32_t tied_head;
-    uint32_t float32_weights; /* 1: every matrix is F32 */
+    uint32_t float32_weights; /* 1: every matrix but the predictors' is F32 */
     float activation_threshold;
     float sparse_threshold; /* a neuron is predicted active iff its logit >= this */
     float rms_eps;

@@ -127,7 +127,8 @@ bool Weights::all_float32() const {
         return false;
     for (const LayerWeights &layer : layers) {
         for (const Matrix *matrix : matrices(layer)) {
-            if (matrix->type->id != PI_TYPE_F32)
+            const bool predictor = matrix == &layer.predictor_fc1 || matrix == &layer.predictor_fc2;
+            if (!predictor && matrix->type->id != PI_TYPE_F32) // predictors only choose neurons
                 return false;
         }
     }
