@@ -293,7 +293,8 @@ def load() -> ct.CDLL:
     try:
         library = ct.CDLL(str(path))
     except OSError as failure:
-        raise PiError(f"cannot load {path}: {failure}", hint="run pi-run --doctor") from failure
+        hint = "it must be a libpi built for this system: pip install --force-reinstall ."
+        raise PiError(f"cannot load {path}: {failure}", hint=hint) from failure
     _declare(library, path)
     library.pi_set_log(_log, None)
     return library

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -63,6 +64,8 @@ def run(
     """Parse `argv`, run `command` and return the exit code; failures become `error:` and `hint:` lines."""
     args = parser.parse_args(argv)
     console.set_verbosity(console.VERBOSE if args.verbose else console.QUIET if args.quiet else 0)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters of a model's text
     try:
         command(args)
         sys.stdout.flush()

@@ -16,6 +16,7 @@ from powerinfer_toolkit.runtime import Model
 from powerinfer_toolkit.runtime.cli import main
 from powerinfer_toolkit.runtime.plan.plan import Plan
 from powerinfer_toolkit.runtime.report import token_hash
+from powerinfer_toolkit.runtime.sampling import Sampling
 
 RECORD = {
     "text": str,
@@ -219,6 +220,37 @@ def test_chat_needs_a_template(pi_run, dense):
     said = pi_run("-m", dense, "-p", "w1", "--chat")
     assert said.code == 1
     assert "no chat template" in said.err
+
+
+CHAT = "<|im_start|>{}\n{}<|im_end|>\n"  # ChatML, what SmolLM2 was tuned on
+
+
+def test_a_prompt_in_a_chat_is_one_turn(pi_run, smollm2_gguf):
+    flags = ["--chat", "-sys", "Be terse.", "-p", "What is 2+2?", "-n", 8, "--temp", 0]
+    said = pi_run("-m", smollm2_gguf, *flags, "--json")
+    record = json.loads(said.out)
+    with Model.load(smollm2_gguf) as model:
+        prompt = CHAT.format("system", "Be terse.") + CHAT.format("user", "What is 2+2?")
+        tokens = model.tokenizer.encode(prompt + "<|im_start|>assistant\n", add_special=False)
+        generation = model.generate(tokens, n_predict=8, sampling=Sampling(temperature=0))
+        assert [token.id for token in generation] == record["token_ids"]
+    assert record["prompt_tokens"] == len(tokens)
+    assert pi_run("-m", smollm2_gguf, *flags).out == record["text"] + "\n"
+
+
+def test_piped_messages_are_turns(pi_run, smollm2_gguf):
+    flags = ["-m", smollm2_gguf, "--chat", "-n", 6, "--temp", 0]
+    said = pi_run(*flags, stdin=b"What is 2+2?\n\nAnd 3+3?\n")
+    assert said.code == 0
+    alone = pi_run(*flags, "-p", "What is 2+2?")
+    assert said.out.startswith(alone.out)
+    assert len(said.out) > len(alone.out)
+
+
+def test_json_of_a_chat_needs_its_message(pi_run, dense):
+    said = pi_run("-m", dense, "--chat", "--json", stdin=b"hello\n")
+    assert said.code == 2
+    assert "one answer" in said.err
 
 
 # ---- perplexity

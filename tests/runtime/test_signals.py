@@ -1,4 +1,4 @@
-"""Ctrl-C during a step and between tokens, and a reader that goes away."""
+"""Ctrl-C during a step and between tokens, and outputs that do not take the text."""
 
 from __future__ import annotations
 
@@ -79,3 +79,34 @@ def test_a_closed_pipe(endless):
         child.stdout.close()
         assert child.wait(timeout=30) == 141
         assert child.stderr.read() == b""
+
+
+def test_a_full_disk(endless):
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*endless, "-q"], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"error: No space left on device")
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_terminal_without_the_characters(synthetic_gguf):
+    """Bytes that are no UTF-8 come out as U+FFFD, which Latin-1 does not have."""
+    path = str(synthetic_gguf("dense"))
+    command = [
+        *PI_RUN,
+        "-m",
+        path,
+        "-p",
+        "w1",
+        "-n",
+        "100",
+        "--ignore-eos",
+        "--temp",
+        "2",
+        "-s",
+        "1",
+    ]
+    latin = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, capture_output=True, env=latin, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"?" in done.stdout
