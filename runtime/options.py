@@ -47,7 +47,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-type",
         choices=("f32", "f16"),
-        help="type of the KV cache (default f16; f32 for a file of f32 matrices)",
+        help="type of the KV cache (default f16; f32 with f32 matrices or activations)",
     )
     group.add_argument(
         "--activation-type",

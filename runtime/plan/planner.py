@@ -81,7 +81,8 @@ def plan_cpu(shape: ModelShape, options: PlanOptions, machine: Machine) -> Plan:
     n_sequences = _in_range("sequences", options.sequences, 1, MAX_SEQUENCES)
     batch = _in_range("batch", options.batch, 1, MAX_BATCH)
     batch = min(batch, n_context * n_sequences)
-    kv_name = options.kv_type or ("f32" if shape.float32_weights else "f16")
+    floats = shape.float32_weights or options.activation_type == "f32"
+    kv_name = options.kv_type or ("f32" if floats else "f16")
     plan = Plan(
         units=_units(shape),
         tiers=_tiers(mode, batch, options.predict_all),

@@ -185,6 +185,8 @@ def test_choices_left_to_the_planner():
     plan = plan_cpu(SHAPE, PlanOptions(), MACHINE)
     assert (plan.n_threads, plan.n_context) == (4, 4096)
     assert (plan.kv_type, plan.activation_type) == (TensorType.F16, TensorType.Q8_0)
+    floats = plan_cpu(SHAPE, PlanOptions(activation_type="f32"), MACHINE)
+    assert (floats.kv_type, floats.activation_type) == (TensorType.F32, TensorType.F32)
     whole = plan_cpu(SHAPE, PlanOptions(context=0), MACHINE)
     assert whole.n_context == 8192
     small = dataclasses.replace(SHAPE, n_ctx_train=100, float32_weights=True)
