@@ -74,6 +74,8 @@ class Engine(NativeHandle):
         self.plan = plan
         self.n_vocab = file.shape.n_vocab
         self.n_embd = file.shape.n_embd
+        self.n_layers = file.shape.n_layers
+        self.n_ff = file.shape.n_ff
         self._library = native_lib.load()
         super().__init__(self._library.pi_engine_free, "model")
         native_plan = plan.to_native()
@@ -124,6 +126,20 @@ class Engine(NativeHandle):
         n_rows, data = ct.c_uint32(), FloatPtr()
         self._library.pi_engine_logits(self.handle, ct.byref(n_rows), ct.byref(data))
         return _copy(data, (n_rows.value, self.n_vocab))
+
+    def record_fired(self, on: bool) -> None:
+        """Turn the record of which neurons fire on or off."""
+        self._library.pi_engine_set_recording(self.handle, on)
+
+    def fired(self) -> npt.NDArray[np.bool_]:
+        """Return which neurons fired in the last step, bool [n_tokens, n_layers, n_ff], in file order."""
+        n_tokens, n_words, data = ct.c_uint32(), ct.c_uint32(), native_lib.UInt64Ptr()
+        self._library.pi_engine_fired(
+            self.handle, ct.byref(n_tokens), ct.byref(n_words), ct.byref(data)
+        )
+        words = np.ctypeslib.as_array(data, (n_tokens.value, self.n_layers, n_words.value))
+        bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little", count=self.n_ff)
+        return bits.astype(np.bool_)
 
     def logprobs(self) -> npt.NDArray[np.float32]:
         """Return a copy of the last step's natural-log probabilities of the targets, [n_tokens]."""

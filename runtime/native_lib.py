@@ -235,6 +235,11 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "pi_engine_abort": (_STATUS, [Handle]),
     "pi_engine_logits": (_STATUS, [Handle, UInt32Ptr, _ROWS]),
     "pi_engine_logprobs": (_STATUS, [Handle, UInt32Ptr, _ROWS]),
+    "pi_engine_set_recording": (_STATUS, [Handle, ct.c_uint32]),
+    "pi_engine_fired": (
+        _STATUS,
+        [Handle, ct.POINTER(ct.c_uint32), ct.POINTER(ct.c_uint32), ct.POINTER(UInt64Ptr)],
+    ),
     "pi_engine_stats": (_STATUS, [Handle, ct.POINTER(Stats)]),
     "pi_engine_reset_stats": (_STATUS, [Handle]),
     "pi_kv_length": (_STATUS, [Handle, _I32, UInt32Ptr]),

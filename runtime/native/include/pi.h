@@ -216,6 +216,12 @@ PI_API pi_status pi_engine_abort(pi_engine *engine);
 PI_API pi_status pi_engine_logits(const pi_engine *engine, uint32_t *n_rows, const float **data);
 /* [n_tokens] natural-log probabilities of the batch's targets, NaN where none was asked. */
 PI_API pi_status pi_engine_logprobs(const pi_engine *engine, uint32_t *n, const float **data);
+/* Turns on (or off) the record of which neurons fire; it costs time and memory. */
+PI_API pi_status pi_engine_set_recording(pi_engine *engine, uint32_t on);
+/* Of the last finished step, when recording: bit n % 64 of word [token, layer, n / 64] = neuron n of the layer had an
+ * activation other than 0. [n_tokens, n_layers, n_words], n_words = ceil(n_ff / 64). */
+PI_API pi_status pi_engine_fired(const pi_engine *engine, uint32_t *n_tokens, uint32_t *n_words,
+                                 const uint64_t **data);
 PI_API pi_status pi_engine_stats(const pi_engine *engine, pi_stats *out);
 PI_API pi_status pi_engine_reset_stats(pi_engine *engine);
 

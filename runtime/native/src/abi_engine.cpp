@@ -53,6 +53,22 @@ pi_status pi_engine_logprobs(const pi_engine *engine, uint32_t *n, const float *
     });
 }
 
+pi_status pi_engine_set_recording(pi_engine *engine, uint32_t on) {
+    return pi::guarded([&] { pi::require(engine, "engine").set_recording(on != 0); });
+}
+
+pi_status pi_engine_fired(const pi_engine *engine, uint32_t *n_tokens, uint32_t *n_words,
+                          const uint64_t **data) {
+    return pi::guarded([&] {
+        const pi::Results &results = pi::require(engine, "engine").results();
+        if (results.fired.empty())
+            pi::throw_usage("nothing was recorded: call pi_engine_set_recording first");
+        pi::require(n_tokens, "n_tokens") = results.n_tokens;
+        pi::require(n_words, "n_words") = (engine->config().n_ff + 63) / 64;
+        pi::require(data, "data") = results.fired.data();
+    });
+}
+
 pi_status pi_engine_stats(const pi_engine *engine, pi_stats *out) {
     return pi::guarded([&] {
         pi::require_size(pi::require(out, "out"), "stats");

@@ -112,7 +112,7 @@ void pi_engine::drive() {
 
 void pi_engine::run_step() {
     const pi::Step &step = *step_;
-    const pi::Forward forward{model_, plan_, *backend_.ops, *backend_.stream, buffers_, cache_};
+    const pi::Forward forward{model_, plan_, *backend_.ops, *backend_.stream, buffers_, cache_, recording_};
     pi::FfnCounts counts;
     try {
         for (const auto &[sequence, n] : step.growth)
@@ -151,4 +151,9 @@ void pi_engine::reset_stats() {
     require_idle();
     counts_ = {};
     n_tokens_ = 0;
+}
+
+void pi_engine::set_recording(bool on) {
+    require_idle();
+    recording_ = on;
 }

@@ -27,6 +27,7 @@ struct pi_engine {
     const pi::ModelConfig &config() const { return model_.config; }
     pi_stats stats() const;
     void reset_stats();
+    void set_recording(bool on);
 
   private:
     void drive();
@@ -42,6 +43,7 @@ struct pi_engine {
     pi::FfnCounts counts_;
     uint64_t n_tokens_ = 0;
     pi::Results results_;
+    bool recording_ = false;
 
     pi_abort_fn abort_callback_ = nullptr;
     void *abort_user_ = nullptr;

@@ -59,7 +59,9 @@ std::vector<uint8_t> Forward::ffn_modes(const Step &step) const {
     return modes;
 }
 
-void Forward::begin(const Step &step) const {
+void Forward::begin(const Step &step, Results &results) const {
+    results.n_tokens = step.n_tokens();
+    results.fired.assign(record_fired ? step.n_tokens() * model.config.n_layers * fired_words() : 0, 0);
     if (step.tokens.empty()) {
         ops.upload(stream, step.embeddings.data(), step.embeddings.size(), buffers.residual);
     } else {
@@ -110,14 +112,27 @@ void Forward::attention(const Step &step, uint32_t layer) const {
     ops.add(stream, buffers.block, uint64_t{n} * config.n_embd, buffers.residual);
 }
 
-void Forward::ffn(const Step &step, uint32_t layer, const uint8_t *modes, FfnCounts &counts) const {
+void Forward::ffn(const Step &step, uint32_t layer, const uint8_t *modes, FfnCounts &counts,
+                  Results &results) const {
     const ModelConfig &config = model.config;
     const LayerWeights &weights = model.weights.layers[layer];
     const uint32_t n = step.n_tokens();
     ops.rms_norm(stream, buffers.residual, weights.ffn_norm, n, config.n_embd, config.rms_eps,
                  buffers.normed);
-    ops.ffn(stream, {&config, &weights, 0, config.n_ff, n, modes, plan.sparse_threshold, buffers.normed,
-                     buffers.residual, buffers.block, &counts});
+    FfnArgs args{};
+    args.config = &config;
+    args.layer = &weights;
+    args.neuron_end = config.n_ff;
+    args.n_tokens = n;
+    args.modes = modes;
+    args.sparse_threshold = plan.sparse_threshold;
+    args.normed = buffers.normed;
+    args.residual = buffers.residual;
+    args.out = buffers.block;
+    args.counts = &counts;
+    args.fired = results.fired.empty() ? nullptr : results.fired.data() + layer * fired_words();
+    args.fired_stride = config.n_layers * fired_words();
+    ops.ffn(stream, args);
     ops.add(stream, buffers.block, uint64_t{n} * config.n_embd, buffers.residual);
 }
 

@@ -13,6 +13,8 @@ namespace pi {
 struct Results {
     std::vector<float> logits;   // [wanted, n_vocab]
     std::vector<float> logprobs; // [n_tokens] or empty
+    std::vector<uint64_t> fired; // [n_tokens, n_layers, fired_words] or empty; see pi_engine_fired
+    uint32_t n_tokens = 0;
 };
 
 // A backend's activations of one step; sized for max_batch_tokens.
@@ -54,18 +56,19 @@ struct Forward {
     Stream &stream;
     Buffers &buffers;
     const KvCache &cache;
+    const bool record_fired;
 
     // Computes the step's new tokens; their KV slots are reserved. `interrupted` is asked between layers;
     // true ends the step with Error (PI_INTERRUPTED).
     template <typename Interrupted>
     void run(const Step &step, const Interrupted &interrupted, FfnCounts &counts, Results &results) const {
-        begin(step);
+        begin(step, results);
         const std::vector<uint8_t> modes = ffn_modes(step);
         for (uint32_t layer = 0; layer < model.config.n_layers; ++layer) {
             if (interrupted())
                 throw_interrupted();
             attention(step, layer);
-            ffn(step, layer, modes.data(), counts);
+            ffn(step, layer, modes.data(), counts, results);
         }
         finish(step, results);
     }
@@ -75,10 +78,12 @@ struct Forward {
 
   private:
     [[noreturn]] static void throw_interrupted();
-    void begin(const Step &step) const;
+    void begin(const Step &step, Results &results) const;
     void rope_angles(const Step &step) const;
     void attention(const Step &step, uint32_t layer) const;
-    void ffn(const Step &step, uint32_t layer, const uint8_t *modes, FfnCounts &counts) const;
+    void ffn(const Step &step, uint32_t layer, const uint8_t *modes, FfnCounts &counts,
+             Results &results) const;
+    uint64_t fired_words() const { return (model.config.n_ff + 63) / 64; }
     void finish(const Step &step, Results &results) const;
     void head(const std::vector<uint32_t> &rows, const Step &step, Results &results) const;
     void read_rows(std::span<const uint32_t> rows, const Step &step, Results &results) const;

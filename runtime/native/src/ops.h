@@ -47,6 +47,8 @@ struct FfnArgs {
     const float *residual;  // [n_tokens, n_embd] the predictor's input: the stream before ffn_norm
     float *out;             // [n_tokens, n_embd]
     FfnCounts *counts;      // added to
+    uint64_t *fired; // token's first word of the record of neurons with an activation other than 0, or null
+    uint64_t fired_stride; // words from one token to the next
 };
 
 struct AttentionArgs {

@@ -25,6 +25,20 @@ int64_t activate(const CpuStream &stream, const ModelConfig &config, const float
     return n;
 }
 
+// Sets the bit of every neuron whose activation is not 0. index null: activation i belongs to neuron i.
+void record_fired(const FfnArgs &args, uint32_t token, const int32_t *index, const float *activations,
+                  int64_t n) {
+    if (args.fired == nullptr)
+        return;
+    uint64_t *words = args.fired + token * args.fired_stride;
+    for (int64_t i = 0; i < n; ++i) {
+        if (activations[i] == 0)
+            continue;
+        const auto neuron = args.neuron_begin + static_cast<uint64_t>(index == nullptr ? i : index[i]);
+        words[neuron / 64] |= uint64_t{1} << (neuron % 64);
+    }
+}
+
 // Fired neurons with their activations, in ascending order.
 struct Fired {
     int32_t *index; // relative to neuron_begin
@@ -58,6 +72,7 @@ class SparseFfn {
             args_.counts->guessed += static_cast<uint64_t>(n_candidates);
         }
         args_.counts->active += static_cast<uint64_t>(fired_.n);
+        record_fired(args_, token, fired_.index, fired_.coef, fired_.n);
         accumulate(args_.out + uint64_t{token} * args_.config->n_embd);
     }
 
@@ -195,6 +210,25 @@ class SparseFfn {
     float *group_coef_;
 };
 
+// gate [n_tokens, n_neurons] becomes act(gate) * up; counts and records what fired.
+void activate_tokens(CpuStream &stream, const FfnArgs &args, uint32_t token_begin, uint32_t n_tokens,
+                     float *gate, const float *up) {
+    const auto n_neurons = static_cast<int64_t>(args.neuron_end - args.neuron_begin);
+    std::vector<int64_t> n_fired(n_tokens);
+    stream.pool.run(n_tokens, [&](int64_t i, uint32_t) {
+        float *activations = gate + i * n_neurons;
+        n_fired[static_cast<size_t>(i)] =
+            activate(stream, *args.config, activations, up + i * n_neurons, n_neurons, activations);
+        record_fired(args, token_begin + static_cast<uint32_t>(i), nullptr, activations, n_neurons);
+    });
+    for (uint32_t i = 0; i < n_tokens; ++i) {
+        const bool dense = args.modes[token_begin + i] == PI_FFN_DENSE;
+        args.counts->active += static_cast<uint64_t>(dense ? n_neurons : n_fired[i]);
+    }
+    args.counts->total += static_cast<uint64_t>(n_neurons) * n_tokens;
+    args.counts->guessed += static_cast<uint64_t>(n_neurons) * n_tokens;
+}
+
 // Every neuron of every token of the range: the dense block, in either layout.
 void run_dense(CpuStream &stream, const FfnArgs &args, uint32_t token_begin, uint32_t n_tokens) {
     const LayerWeights &layer = *args.layer;
@@ -205,20 +239,7 @@ void run_dense(CpuStream &stream, const FfnArgs &args, uint32_t token_begin, uin
     const Product products[] = {{&layer.gate, args.neuron_begin, args.neuron_end, nullptr, gate},
                                 {&layer.up, args.neuron_begin, args.neuron_end, nullptr, up}};
     cpu_matmul(stream, products, args.normed + token_begin * n_embd, n_tokens);
-
-    std::vector<int64_t> fired(n_tokens);
-    stream.pool.run(n_tokens, [&](int64_t token, uint32_t) {
-        float *token_gate = gate + static_cast<uint64_t>(token) * n_neurons;
-        fired[static_cast<size_t>(token)] =
-            activate(stream, *args.config, token_gate, up + static_cast<uint64_t>(token) * n_neurons,
-                     static_cast<int64_t>(n_neurons), token_gate);
-    });
-    for (uint32_t i = 0; i < n_tokens; ++i) {
-        const bool dense = args.modes[token_begin + i] == PI_FFN_DENSE;
-        args.counts->active += dense ? n_neurons : static_cast<uint64_t>(fired[i]);
-    }
-    args.counts->total += n_tokens * n_neurons;
-    args.counts->guessed += n_tokens * n_neurons;
+    activate_tokens(stream, args, token_begin, n_tokens, gate, up);
 
     float *out = args.out + token_begin * n_embd;
     if (args.config->sparse_layout) {
