@@ -15,14 +15,24 @@ FORMAT_VERSION = 1
 
 
 class TensorType(IntEnum):
-    """GGUF tensor type ids that this toolkit reads and writes."""
+    """GGUF tensor type ids that this toolkit reads; it writes all but MXFP4 and NVFP4."""
 
     F32 = 0
     F16 = 1
     Q4_0 = 2
     Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
     Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    IQ4_NL = 20
     BF16 = 30
+    MXFP4 = 39
+    NVFP4 = 40
 
 
 class Dialect(StrEnum):
