@@ -1,7 +1,7 @@
 """llama.cpp's log-probabilities of the token after each prompt, through xllamacpp's server.
 
 Run as a process of its own (a file that llama.cpp cannot read may end it):
-    python llama_cpp.py MODEL < '[[1, 2, 3], ...]' > '[[logprob of token 0, ...], ...]'
+    python llama_cpp.py MODEL < '[[1, 2, 3], ...]' > '[[logprob of token 0, ...], null, ...]'
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ def open_server(path: str) -> xllamacpp.Server:
     return xllamacpp.Server(params)
 
 
-def next_logprobs(server: xllamacpp.Server, prompt: list[int]) -> list[float]:
-    """[n_vocab] for the one token after `prompt`, which is taken as it is (no BOS is added)."""
+def next_logprobs(server: xllamacpp.Server, prompt: list[int]) -> list[float] | None:
+    """[n_vocab] for the one token after `prompt`, which is taken as it is (no BOS is added); None where the
+    likeliest token is half a UTF-8 character, of which the server says nothing."""
     n_all = 1_000_000
     request = {"prompt": prompt, "n_predict": 1, "temperature": 0, "ignore_eos": True}
     answer: Any = server.handle_completions(request | {"cache_prompt": False, "logprobs": n_all})
     if isinstance(answer, str):
         answer = json.loads(answer)
-    found = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-    by_token = {entry["id"]: entry["logprob"] for entry in found}
+    logprobs = answer["choices"][0]["logprobs"]
+    if logprobs is None:
+        return None
+    by_token = {entry["id"]: entry["logprob"] for entry in logprobs["content"][0]["top_logprobs"]}
     return [by_token[token] for token in range(len(by_token))]
 
 

@@ -12,34 +12,71 @@ import pytest
 
 from parity.closeness import log_softmax
 from parity.reference import Reference
+from parity.steps import random_tokens
 from parity.synthetic import Shape, dense_layout, random_weights, write_gguf
+from powerinfer_toolkit.convert.cli import main as pi_convert
+from powerinfer_toolkit.runtime import Model
 
 pytest.importorskip("xllamacpp")
 
 SCRIPT = Path(__file__).with_name("llama_cpp.py")
+SHAPE = Shape()
+PROMPTS = [random_tokens(SHAPE.n_vocab, n, seed=n) for n in range(3, 60, 4)]
 
 
-def run_llama_cpp(path: Path, prompts: list[list[int]]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), str(path)]
+def run_llama_cpp(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, input=json.dumps(prompts), capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, str(SCRIPT), str(path)],
+        input=json.dumps(PROMPTS),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 
-def answerable_prompts(path: Path) -> list[list[int]]:
-    """Prompts after which a word is likeliest: the peer reports nothing for half a UTF-8 character."""
-    reference = Reference.load(path)
-    drawn = np.random.default_rng(4).integers(0, Shape().n_vocab, (40, 24)).tolist()
-    return [p for p in drawn if reference.logits(p)[-1].argmax() >= Shape().n_vocab - 34]
+def assert_next_tokens(path: Path, last_logits: list[np.ndarray], tolerance: float) -> None:
+    """llama.cpp's log-probabilities after each prompt are those of `last_logits`."""
+    done = run_llama_cpp(path)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    answered = [i for i, logprobs in enumerate(answers) if logprobs is not None]
+    assert len(answered) >= 3
+    for i in answered:
+        np.testing.assert_allclose(answers[i], log_softmax(last_logits[i]), atol=tolerance)
 
 
 def test_reference_equals_llama_cpp_in_float32(tmp_path):
-    path = write_gguf(tmp_path / "dense.gguf", Shape(), dense_layout(random_weights(Shape(), 0)))
-    prompts = answerable_prompts(path)
-    assert len(prompts) >= 3
-    done = run_llama_cpp(path, prompts)
-    assert done.returncode == 0, done.stderr
+    path = write_gguf(tmp_path / "dense.gguf", SHAPE, dense_layout(random_weights(SHAPE, 0)))
     reference = Reference.load(path)
-    for prompt, got in zip(prompts, json.loads(done.stdout), strict=True):
-        # float32 sums over n_embd and n_ff terms on one side: eps x sqrt(n) x depth, about 1e-5 at most
-        np.testing.assert_allclose(got, log_softmax(reference.logits(prompt)[-1]), atol=2e-5)
+    # float32 sums over n_embd and n_ff terms on one side: eps x sqrt(n) x depth, about 1e-5 at most
+    assert_next_tokens(path, [reference.logits(prompt)[-1] for prompt in PROMPTS], 2e-5)
+
+
+def convert_tiny(case: str, outtype: str, folder: Path) -> Path:
+    from parity import checkpoints
+
+    source = checkpoints.save_checkpoint(checkpoints.tiny_model(case), folder / "checkpoint")
+    path = folder / "m.gguf"
+    assert pi_convert([str(source), str(path), "--outtype", outtype]) == 0
+    return path
+
+
+# f32: float32 sums. The other types: llama.cpp rounds activations to float16 (2^-12 of each on average) or to
+# int8 blocks (0.6% of a vector, see test_tensor_types), which moves logits of size 1 by about as much.
+@pytest.mark.parametrize(("outtype", "tolerance"), [("f32", 2e-5), ("f16", 5e-3), ("q8_0", 6e-2)])
+@pytest.mark.parametrize("case", ["gqa", "rope_linear", "rope_llama3"])
+def test_converted_dense_files_run_in_llama_cpp(case, outtype, tolerance, tmp_path):
+    """Tensors, keys and tokenizer as pi-convert writes them."""
+    path = convert_tiny(case, outtype, tmp_path)
+    with Model.load(path, threads=1, activation_type="f32") as model:
+        assert_next_tokens(path, [model.logits(prompt)[-1] for prompt in PROMPTS], tolerance)
+
+
+@pytest.mark.parametrize("outtype", ["f32", "f16", "q4_0"])  # extended, upstream, upstream
+def test_llama_cpp_refuses_sparse_files(outtype, tmp_path):
+    """It would run a ReLU model as SiLU: better not at all."""
+    done = run_llama_cpp(convert_tiny("relu_blocks", outtype, tmp_path))
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert "Failed to init server" in done.stderr
