@@ -13,6 +13,7 @@ from parity.reference import Reference
 from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.runtime import Model, native_lib
 from powerinfer_toolkit.runtime.engine import Batch
+from powerinfer_toolkit.runtime.plan.planner import memory_need
 from powerinfer_toolkit.runtime.sampling import Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -117,6 +118,14 @@ def test_metadata(model):
     assert model.metadata("llama.attention.layer_norm_rms_epsilon") == pytest.approx(1e-5)
     assert model.metadata("tokenizer.ggml.tokens")[:3] == ["<unk>", "<s>", "</s>"]
     assert model.metadata("no.such.key") is None
+
+
+def test_the_plan_foresees_the_memory(model):
+    model.logits(tokens_of(64))
+    need, stats = memory_need(model.config, model.plan), model.stats()
+    assert stats.kv_bytes == need.kv_bytes
+    logits_bytes = 4 * model.plan.max_batch_tokens * model.config.n_vocab
+    assert 0 < stats.scratch_bytes + logits_bytes <= need.scratch_bytes
 
 
 # ---- generation
