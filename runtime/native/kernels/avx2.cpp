@@ -163,43 +163,42 @@ inline void vstore_half(pi_half *p, vfloat x) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-inline float float_of_half(pi_half half) {
-    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+// A half in every lane.
+inline vfloat vset_half(pi_half half) {
+    return _mm256_cvtph_ps(_mm_set1_epi16(static_cast<int16_t>(half)));
 }
 
-// The low 8 signed bytes.
-inline vfloat float_of_i8(__m128i bytes) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+inline __m128i load_8_bytes(const void *p) {
+    return _mm_loadl_epi64(static_cast<const __m128i *>(p));
 }
 
 inline vfloat vload_i8(const int8_t *p) {
-    return float_of_i8(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_8_bytes(p)));
 }
 
 // q - zero of the 32 nibbles: the low ones of qs [16], then the high ones.
-inline void float_of_nibbles(const uint8_t *qs, int8_t zero, vfloat q[block_vectors]) {
-    const __m128i packed = load_16_bytes(qs);
-    const __m128i mask = _mm_set1_epi8(15), shift = _mm_set1_epi8(zero);
-    const __m128i low = _mm_sub_epi8(_mm_and_si128(packed, mask), shift);
-    const __m128i high = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(packed, 4), mask), shift);
-    q[0] = float_of_i8(low);
-    q[1] = float_of_i8(_mm_unpackhi_epi64(low, low));
-    q[2] = float_of_i8(high);
-    q[3] = float_of_i8(_mm_unpackhi_epi64(high, high));
+inline void float_of_nibbles(const uint8_t *qs, int zero, vfloat q[block_vectors]) {
+    for (int64_t j = 0; j < 2; ++j) {
+        const __m256i packed = _mm256_cvtepu8_epi32(load_8_bytes(qs + j * lanes));
+        const __m256i low = _mm256_and_si256(packed, _mm256_set1_epi32(15));
+        const __m256i high = _mm256_srli_epi32(packed, 4);
+        q[j] = _mm256_cvtepi32_ps(_mm256_sub_epi32(low, _mm256_set1_epi32(zero)));
+        q[j + 2] = _mm256_cvtepi32_ps(_mm256_sub_epi32(high, _mm256_set1_epi32(zero)));
+    }
 }
 
 // d * (q - 8)
-inline void unpack_nibbles_centred(const uint8_t *qs, float d, vfloat out[block_vectors]) {
+inline void unpack_nibbles_centred(const uint8_t *qs, vfloat d, vfloat out[block_vectors]) {
     float_of_nibbles(qs, 8, out);
     for (int64_t j = 0; j < block_vectors; ++j)
-        out[j] = vmul(vset(d), out[j]);
+        out[j] = vmul(d, out[j]);
 }
 
 // d * q + m; d * q is exact, so that fma and two operations agree.
-inline void unpack_nibbles_affine(const uint8_t *qs, float d, float m, vfloat out[block_vectors]) {
+inline void unpack_nibbles_affine(const uint8_t *qs, vfloat d, vfloat m, vfloat out[block_vectors]) {
     float_of_nibbles(qs, 0, out);
     for (int64_t j = 0; j < block_vectors; ++j)
-        out[j] = vfma(vset(d), out[j], vset(m));
+        out[j] = vfma(d, out[j], m);
 }
 
 // Largest |x| of a block by the integer order of the bits: NaN is above everything and is not lost.
@@ -231,9 +230,65 @@ inline int32_t vstore_i8(const vfloat x[block_vectors], float factor, int8_t *q)
     return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 1)));
 }
 
-// u at most 128 and s above -128 keep the pairs within int16.
-inline __m256i dot_bytes(__m256i u, __m256i s) {
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1));
+// Rows a and b, rows c and d: four partial sums each.
+struct vdots {
+    __m256 ab, cd;
+};
+
+inline __m256i two_lanes(const void *low, const void *high) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(load_16_bytes(low)), load_16_bytes(high), 1);
+}
+
+inline __m256i both_lanes(const void *p) {
+    return _mm256_broadcastsi128_si256(load_16_bytes(p));
+}
+
+// [8] int32: u at most 15 lets four products add up in int16.
+inline __m256i dot_nibble_pair(const uint8_t *a, const uint8_t *b, __m256i x_low, __m256i x_high) {
+    const __m256i packed = two_lanes(a, b), mask = _mm256_set1_epi8(15);
+    const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(packed, mask), x_low);
+    const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(packed, 4), mask), x_high);
+    return _mm256_madd_epi16(_mm256_add_epi16(low, high), _mm256_set1_epi16(1));
+}
+
+inline vdots dot_nibbles(const uint8_t *const qs[4], const int8_t *x) {
+    const __m256i low = both_lanes(x), high = both_lanes(x + 16);
+    return {_mm256_cvtepi32_ps(dot_nibble_pair(qs[0], qs[1], low, high)),
+            _mm256_cvtepi32_ps(dot_nibble_pair(qs[2], qs[3], low, high))};
+}
+
+// [8] int32. The sign of w moves over to x, so that |w| is the unsigned factor; 128 * 127 * 2 fits int16.
+inline __m256i dot_signed(__m256i w, __m256i x) {
+    const __m256i products = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    return _mm256_madd_epi16(products, _mm256_set1_epi16(1));
+}
+
+inline __m256i dot_i8_pair(const int8_t *a, const int8_t *b, __m256i x_low, __m256i x_high) {
+    return _mm256_add_epi32(dot_signed(two_lanes(a, b), x_low),
+                            dot_signed(two_lanes(a + 16, b + 16), x_high));
+}
+
+inline vdots dot_i8(const int8_t *const qs[4], const int8_t *x) {
+    const __m256i low = both_lanes(x), high = both_lanes(x + 16);
+    return {_mm256_cvtepi32_ps(dot_i8_pair(qs[0], qs[1], low, high)),
+            _mm256_cvtepi32_ps(dot_i8_pair(qs[2], qs[3], low, high))};
+}
+
+inline vdots zero_dots() {
+    return {vzero(), vzero()};
+}
+
+inline vdots add_scaled(vdots sums, __m128 scale, vdots dots) {
+    const __m256 s = _mm256_castps128_ps256(scale);
+    const __m256 ab = _mm256_permutevar8x32_ps(s, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+    const __m256 cd = _mm256_permutevar8x32_ps(s, _mm256_setr_epi32(2, 2, 2, 2, 3, 3, 3, 3));
+    return {vfma(ab, dots.ab, sums.ab), vfma(cd, dots.cd, sums.cd)};
+}
+
+inline __m128 sum_dots(vdots dots) {
+    const __m256 pairs = _mm256_hadd_ps(dots.ab, dots.cd); // a a c c, b b d d
+    const __m256 rows = _mm256_hadd_ps(pairs, pairs);      // a c a c, b d b d
+    return _mm_unpacklo_ps(_mm256_castps256_ps128(rows), _mm256_extractf128_ps(rows, 1));
 }
 
 } // namespace

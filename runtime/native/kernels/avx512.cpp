@@ -151,8 +151,9 @@ inline void vstore_half(pi_half *p, vfloat x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-inline float float_of_half(pi_half half) {
-    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+// A half in every lane.
+inline vfloat vset_half(pi_half half) {
+    return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<int16_t>(half)));
 }
 
 inline __m128i load_16_bytes(const void *p) {
@@ -176,13 +177,13 @@ inline vfloat sixteen_quants(float zero) {
 }
 
 // d * (q - 8)
-inline void unpack_nibbles_centred(const uint8_t *qs, float d, vfloat out[block_vectors]) {
-    look_up_nibbles(qs, vmul(vset(d), sixteen_quants(8)), out);
+inline void unpack_nibbles_centred(const uint8_t *qs, vfloat d, vfloat out[block_vectors]) {
+    look_up_nibbles(qs, vmul(d, sixteen_quants(8)), out);
 }
 
 // d * q + m; d * q is exact, so that fma and two operations agree.
-inline void unpack_nibbles_affine(const uint8_t *qs, float d, float m, vfloat out[block_vectors]) {
-    look_up_nibbles(qs, vfma(vset(d), sixteen_quants(0), vset(m)), out);
+inline void unpack_nibbles_affine(const uint8_t *qs, vfloat d, vfloat m, vfloat out[block_vectors]) {
+    look_up_nibbles(qs, vfma(d, sixteen_quants(0), m), out);
 }
 
 // Largest |x| of a block by the integer order of the bits: NaN is above everything and is not lost.
@@ -203,8 +204,55 @@ inline int32_t vstore_i8(const vfloat x[block_vectors], float factor, int8_t *q)
     return _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
 }
 
-inline __m256i dot_bytes(__m256i u, __m256i s) {
-    return _mm256_dpbusd_epi32(_mm256_setzero_si256(), u, s);
+// Rows a, b, c, d: four partial sums each.
+using vdots = __m512;
+
+inline __m512i four_lanes(const void *a, const void *b, const void *c, const void *d) {
+    __m512i rows = _mm512_castsi128_si512(load_16_bytes(a));
+    rows = _mm512_mask_broadcast_i32x4(rows, 0x00f0, load_16_bytes(b));
+    rows = _mm512_mask_broadcast_i32x4(rows, 0x0f00, load_16_bytes(c));
+    return _mm512_mask_broadcast_i32x4(rows, 0xf000, load_16_bytes(d));
+}
+
+inline __m512i all_lanes(const void *p) {
+    return _mm512_broadcast_i32x4(load_16_bytes(p));
+}
+
+inline vdots dot_nibbles(const uint8_t *const qs[4], const int8_t *x) {
+    const __m512i packed = four_lanes(qs[0], qs[1], qs[2], qs[3]), mask = _mm512_set1_epi8(15);
+    __m512i sums = _mm512_setzero_si512();
+    sums = _mm512_dpbusd_epi32(sums, _mm512_and_si512(packed, mask), all_lanes(x));
+    sums = _mm512_dpbusd_epi32(sums, _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask), all_lanes(x + 16));
+    return _mm512_cvtepi32_ps(sums);
+}
+
+// The sign of w moves over to x, so that |w| is the unsigned factor.
+inline __m512i add_dot_signed(__m512i sums, __m512i w, __m512i x) {
+    const __m512i signed_x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
+    return _mm512_dpbusd_epi32(sums, _mm512_abs_epi8(w), signed_x);
+}
+
+inline vdots dot_i8(const int8_t *const qs[4], const int8_t *x) {
+    __m512i sums = _mm512_setzero_si512();
+    sums = add_dot_signed(sums, four_lanes(qs[0], qs[1], qs[2], qs[3]), all_lanes(x));
+    sums =
+        add_dot_signed(sums, four_lanes(qs[0] + 16, qs[1] + 16, qs[2] + 16, qs[3] + 16), all_lanes(x + 16));
+    return _mm512_cvtepi32_ps(sums);
+}
+
+inline vdots zero_dots() {
+    return vzero();
+}
+
+inline vdots add_scaled(vdots sums, __m128 scale, vdots dots) {
+    const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return vfma(_mm512_permutexvar_ps(lane, _mm512_castps128_ps512(scale)), dots, sums);
+}
+
+inline __m128 sum_dots(vdots dots) {
+    __m128 a = _mm512_castps512_ps128(dots), b = _mm512_extractf32x4_ps(dots, 1);
+    __m128 c = _mm512_extractf32x4_ps(dots, 2), d = _mm512_extractf32x4_ps(dots, 3);
+    return _mm_hadd_ps(_mm_hadd_ps(a, b), _mm_hadd_ps(c, d));
 }
 
 } // namespace

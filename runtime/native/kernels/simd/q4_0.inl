@@ -9,15 +9,19 @@ struct Q4_0 {
     static constexpr bool any_length = false;
     static constexpr int64_t block_bytes = sizeof(Block);
 
+    static const uint8_t *quants(const void *block) { return static_cast<const Block *>(block)->qs; }
+
     static void unpack(const void *block, vfloat out[block_vectors]) {
         const Block &w = *static_cast<const Block *>(block);
-        unpack_nibbles_centred(w.qs, float_of_half(w.d), out);
+        unpack_nibbles_centred(w.qs, vset_half(w.d), out);
     }
 
     // sum of d_w * (q_w - 8) * d_x * q_x = d_w * d_x * (w . x) - 8 * d_w * s_x
     static constexpr bool shifted = true;
-    static vsums dot(const void *block, vbytes x) {
-        return dot_unsigned(load_nibbles(static_cast<const Block *>(block)->qs), x);
+    static vdots dot(const void *const blocks[4], const int8_t *x) {
+        const uint8_t *const qs[] = {quants(blocks[0]), quants(blocks[1]), quants(blocks[2]),
+                                     quants(blocks[3])};
+        return dot_nibbles(qs, x);
     }
     static void scales(const void *const blocks[4], vrows *d, vrows *shift) {
         *d = load_halves(blocks);
