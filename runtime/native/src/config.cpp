@@ -103,6 +103,16 @@ Activation parse_activation(const std::string &name) {
                 "known: silu, relu; a newer toolkit may read this file");
 }
 
+std::vector<bool> read_exact_layers(const Gguf &file, uint32_t n_layers) {
+    const Value *value = file.find("powerinfer.predictor.exact_layers");
+    if (value == nullptr)
+        return {};
+    const bool flags = value->type == ValueType::array && value->element_type == ValueType::boolean;
+    if (!flags || value->count != n_layers)
+        throw_bad_file("powerinfer.predictor.exact_layers is no list of one boolean for each layer");
+    return {value->bytes.begin(), value->bytes.end()};
+}
+
 void read_ffn(const Gguf &file, const Family &family, ModelConfig &config) {
     config.sparse_layout = file.find_tensor("blk.0.ffn_down_t.weight") != nullptr;
     config.has_predictors = file.find_tensor("blk.0.fc1.weight") != nullptr;
@@ -116,6 +126,7 @@ void read_ffn(const Gguf &file, const Family &family, ModelConfig &config) {
                               : (config.sparse_layout ? family.upstream_activation : family.dense_activation);
     config.activation_threshold = file.get_f32("powerinfer.activation_threshold").value_or(0);
     config.sparse_threshold = file.get_f32("powerinfer.sparse_threshold").value_or(0);
+    config.exact_layers = read_exact_layers(file, config.n_layers);
     config.sink_positions = file.get_u32("powerinfer.sink_positions").value_or(1);
 }
 

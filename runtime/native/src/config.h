@@ -34,12 +34,14 @@ struct ModelConfig {
     float rope_theta = 0;
     float rope_scale = 1; // positions are multiplied by this (linear scaling: 1 / factor)
 
-    bool sparse_layout = false;  // ffn_down_t instead of ffn_down
-    bool has_predictors = false; // fc1 and fc2 in every layer
-    bool tied_head = false;      // no output.weight: the head is token_embd
-    float sparse_threshold = 0;  // a neuron is predicted active iff its logit >= this
-    uint32_t sink_positions = 1; // leading positions that are never masked
+    bool sparse_layout = false;     // ffn_down_t instead of ffn_down
+    bool has_predictors = false;    // fc1 and fc2 in every layer
+    bool tied_head = false;         // no output.weight: the head is token_embd
+    float sparse_threshold = 0;     // a neuron is predicted active iff its logit >= this
+    std::vector<bool> exact_layers; // that predicted mode computes exactly; empty: none
+    uint32_t sink_positions = 1;    // leading positions that are never masked
 
+    bool is_exact_layer(uint32_t layer) const { return !exact_layers.empty() && exact_layers[layer]; }
     uint32_t n_embd_q() const { return n_heads * head_dim; }
     uint32_t n_embd_kv() const { return n_kv_heads * head_dim; }
 };

@@ -39,7 +39,7 @@ void Forward::throw_interrupted() {
     throw Error(PI_INTERRUPTED, "interrupted");
 }
 
-std::vector<uint8_t> Forward::ffn_modes(const Step &step) const {
+std::vector<uint8_t> Forward::ffn_modes(const Step &step, bool exact_layer) const {
     const auto tier_mode = static_cast<uint8_t>(plan.ffn_mode(step.n_tokens()));
     const auto decode_mode = static_cast<uint8_t>(plan.ffn_mode(1));
     std::vector<uint8_t> modes(step.n_tokens(), tier_mode);
@@ -54,7 +54,7 @@ std::vector<uint8_t> Forward::ffn_modes(const Step &step) const {
         const bool sink = step.positions[i] < model.config.sink_positions;
         const bool masked = step.rules[i] == PI_RULE_PREDICT ||
                             (step.rules[i] == PI_RULE_AUTO && tier_mode == PI_FFN_PREDICTED);
-        modes[i] = masked && !sink ? PI_FFN_PREDICTED : PI_FFN_EXACT;
+        modes[i] = masked && !sink && !exact_layer ? PI_FFN_PREDICTED : PI_FFN_EXACT;
     }
     return modes;
 }

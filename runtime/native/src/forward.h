@@ -63,18 +63,21 @@ struct Forward {
     template <typename Interrupted>
     void run(const Step &step, const Interrupted &interrupted, FfnCounts &counts, Results &results) const {
         begin(step, results);
-        const std::vector<uint8_t> modes = ffn_modes(step);
+        const std::vector<uint8_t> modes = ffn_modes(step, false);
+        const std::vector<uint8_t> exact_layer_modes = ffn_modes(step, true);
         for (uint32_t layer = 0; layer < model.config.n_layers; ++layer) {
             if (interrupted())
                 throw_interrupted();
             attention(step, layer);
-            ffn(step, layer, modes.data(), counts, results);
+            const bool exact = model.config.is_exact_layer(layer);
+            ffn(step, layer, (exact ? exact_layer_modes : modes).data(), counts, results);
         }
         finish(step, results);
     }
 
-    // PI_FFN_* of every token: the plan's tier, the batch's rules and the attention sink.
-    std::vector<uint8_t> ffn_modes(const Step &step) const;
+    // PI_FFN_* of every token: the plan's tier, the batch's rules, the attention sink, and whether the file
+    // wants the layer exact.
+    std::vector<uint8_t> ffn_modes(const Step &step, bool exact_layer) const;
 
   private:
     [[noreturn]] static void throw_interrupted();
