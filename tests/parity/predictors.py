@@ -7,6 +7,7 @@ could tell from a fault. So fc2 is drawn row by row until no logit of the prompt
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -46,11 +47,14 @@ def clear_masks(
     *,
     margin: float,
     threshold: float = 0.0,
+    exact_layers: tuple[bool, ...] | None = None,
 ) -> None:
     """Replaces fc2 of every layer so that the logits of the masked positions of `prompt` keep at least
     `margin` standard deviations from the threshold. `scratch` is a file name to use meanwhile."""
     write_gguf(scratch, shape, weights, type_of=type_of)
     reference = Reference(_Unfinished(scratch, weights, type_of))
+    if exact_layers is not None:
+        reference.config = replace(reference.config, exact_layers=exact_layers)
     x = reference.embed(prompt)
     for layer in range(shape.n_layers):
         x = reference.attend(x, layer)

@@ -113,12 +113,13 @@ def write_gguf(
     *,
     type_of: TypeOf = all_float32,
     keys: Mapping[str, Any] | None = None,
+    n_rot: int | None = None,
     minimal: bool = False,
     magic: bytes = b"GGUF",
 ) -> Path:
     """Writes `weights`; vectors stay F32. `minimal` leaves out what upstream's loader does not need."""
     writer = gguf.GGUFWriter(path, "llama")
-    _write_shape_keys(writer, shape, minimal)
+    _write_shape_keys(writer, shape, n_rot or shape.head_dim, minimal)
     write_spm_vocabulary(writer, shape.n_vocab)
     for name, value in (keys or {}).items():
         _write_key(writer, name, value)
@@ -133,7 +134,7 @@ def write_gguf(
     return path
 
 
-def _write_shape_keys(writer: gguf.GGUFWriter, shape: Shape, minimal: bool) -> None:
+def _write_shape_keys(writer: gguf.GGUFWriter, shape: Shape, n_rot: int, minimal: bool) -> None:
     writer.add_context_length(shape.n_ctx)
     writer.add_embedding_length(shape.n_embd)
     writer.add_block_count(shape.n_layers)
@@ -143,7 +144,7 @@ def _write_shape_keys(writer: gguf.GGUFWriter, shape: Shape, minimal: bool) -> N
     if minimal and shape.n_kv_heads == shape.n_heads:
         return
     writer.add_head_count_kv(shape.n_kv_heads)
-    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_dimension_count(n_rot)
     if shape.head_dim * shape.n_heads != shape.n_embd:
         writer.add_key_length(shape.head_dim)
         writer.add_value_length(shape.head_dim)
