@@ -1,11 +1,9 @@
-"""Chat templates as transformers renders them, their sandbox, and the conversation over a scripted model."""
+"""The conversation, and the prompt loop of pi-run --chat, over a scripted model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,148 +15,14 @@ from powerinfer_toolkit.runtime.tokenizer import Tokenizer
 from powerinfer_toolkit.tokenizer_keys import tokenizer_metadata
 from spine.trained_tokenizers import TEMPLATE, train_byte_level
 
-SMOLLM2 = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
-You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
-' }}{% endif %}{{'<|im_start|>' + message['role'] + '
-' + message['content'] + '<|im_end|>' + '
-'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
-' }}{% endif %}"""
-TURNS = """{{ bos_token }}
-{%- if messages[0].role == 'system' %}
-    {%- set system = messages[0].content | trim %}
-    {%- set rest = messages[1:] %}
-{%- else %}
-    {%- set rest = messages %}
-{%- endif %}
-{% for message in rest %}
-    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{ raise_exception('roles must alternate user/assistant/user/assistant/...') }}
-    {% endif %}
-    {% if message.role == 'user' %}
-[INST] {% if loop.first and system is defined %}<<SYS>>{{ system }}<</SYS>> {% endif %}{{ message.content }} [/INST]
-    {%- else %}
- {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
-    {%- endif %}
-{% endfor %}"""
-FEATURES = """{%- set ns = namespace(n=0, seen=[]) -%}
-{% macro show(m) %}{{ m | tojson }}|{{ m | tojson(indent=2) }}{% endmacro %}
-{% for message in messages %}
-    {% if message.content == 'skip' %}{% continue %}{% endif %}
-    {% if message.content == 'stop' %}{% break %}{% endif %}
-    {% set ns.n = ns.n + 1 %}
-  {{ ns.n }} {{ show(message) }} {{ message.content.split(' ')[-1] | upper }}
-{% endfor %}
-{{ tools is none }} {{ documents is none }} {{ undefined_name }} {{ '<é>' | tojson }} {{ 'ab' * 3 }}"""
-CONVERSATIONS = (
-    [{"role": "user", "content": "Hi"}],
-    [
-        {"role": "system", "content": " Be brief. "},
-        {"role": "user", "content": "<a> & \"b\" 'é'\n\n"},
-    ],
-    [
-        {"role": "user", "content": "one two"},
-        {"role": "assistant", "content": "skip"},
-        {"role": "user", "content": "stop"},
-    ],
-)
 SPECIAL = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>"}
 
 
-def render(template: str, **variables: Any) -> str:
-    messages = [{"role": "user", "content": "Hi"}]
-    return ChatTemplate(template, max_characters=10_000).render(
-        messages, special_tokens=SPECIAL, **variables
-    )
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_byte_level(tmp_path_factory.mktemp("bpe") / "model")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = train_byte_level(tmp_path_factory.mktemp("bpe") / "model")
     values = {entry.name: entry.value for entry in tokenizer_metadata(folder, 1201).keys}
     return Tokenizer.from_metadata(values.get)
-
-
-@pytest.mark.parametrize("template", [SMOLLM2, TEMPLATE, TURNS, FEATURES])
-def test_templates_render_as_in_transformers(
-    template: str, folder: Path, tokenizer: Tokenizer
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    reference = transformers.AutoTokenizer.from_pretrained(folder)
-    for messages in CONVERSATIONS:
-        for add_generation_prompt in (True, False):
-            expected = reference.apply_chat_template(
-                messages,
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-            found = ChatTemplate(template).render(
-                messages,
-                special_tokens=tokenizer.special_tokens,
-                add_generation_prompt=add_generation_prompt,
-            )
-            assert found == expected
-
-
-def test_a_template_knows_the_time() -> None:
-    before, found, after = (
-        datetime.now().strftime("%Y-%m-%d"),
-        render("{{ strftime_now('%Y-%m-%d') }}"),
-        datetime.now().strftime("%Y-%m-%d"),
-    )
-    assert before <= found <= after
-
-
-def test_a_template_may_refuse_the_messages() -> None:
-    with pytest.raises(PiError, match="roles must alternate"):
-        ChatTemplate(TURNS).render([{"role": "assistant", "content": "x"}], special_tokens=SPECIAL)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.__class__.__base__.__subclasses__() }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ (messages | attr('__class__')).mro() }}",
-        "{{ raise_exception.__globals__['sys'] }}",
-        "{{ strftime_now.__code__.co_code }}",
-        "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
-        "{{ messages.append({}) }}",
-        "{{ messages[0].update({'role': 'x'}) }}",
-        "{{ self.__init__.__globals__ }}",
-        "{{ namespace.__init__.__globals__ }}",
-        "{% include '/etc/passwd' %}",
-        "{% import 'os' as os %}{{ os.system('true') }}",
-        "{% for",
-        "{{ 1 // 0 }}",
-        "{{ messages[9].content }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ 'a' * 10001 }}",
-        "{{ 10001 * [1] }}",
-        "{{ 2 ** 99999999999 }}",
-        "{% for i in range(99999) %}xxxxxxxxxx{% endfor %}",
-        "{% for i in range(10 ** 9) %}{% endfor %}",
-        "{% set x = 'a' * 9000 %}{{ x }}{{ x }}",
-    ],
-)
-def test_attacks_and_mistakes_are_errors(template: str) -> None:
-    with pytest.raises(PiError, match="chat template failed"):
-        render(template)
-
-
-def test_messages_are_not_changed() -> None:
-    messages = [{"role": "user", "content": "Hi"}]
-    ChatTemplate(SMOLLM2).render(messages, special_tokens=SPECIAL)
-    assert messages == [{"role": "user", "content": "Hi"}]
-
-
-def test_output_up_to_the_limit_passes() -> None:
-    assert render("{{ 'a' * 10000 }}") == "a" * 10_000
 
 
 @dataclass(frozen=True)
