@@ -43,6 +43,20 @@ def test_predictors_that_pass_everything_equal_dense(threshold, path):
         assert predicted.stats().neurons_guessed == predicted.stats().neurons_total
 
 
+@pytest.mark.parametrize("type_", [Type.F16, Type.Q4_0], ids=lambda t: t.name)
+def test_all_zero_predictors_equal_dense(type_, tmp_path):
+    """A logit that equals the threshold is active: so a file without predictors is written for PowerInfer."""
+    weights = random_weights(SHAPE, 0)
+    for name in weights:
+        if ".fc1." in name or ".fc2." in name:
+            weights[name] *= 0
+    path = write_gguf(
+        tmp_path / "m.gguf", SHAPE, weights, type_of=uniform(type_), minimal=True, magic=b"PWRI"
+    )
+    with Model.load(path, ffn="dense") as dense, Model.load(path, predict_all=True) as masked:
+        assert bits(decode(masked, PROMPT)) == bits(decode(dense, PROMPT))
+
+
 def test_prompts_beyond_the_prediction_tier_are_exact(path):
     with Model.load(path, ffn="exact") as exact, Model.load(path, ffn="predicted") as predicted:
         limit = predicted.plan.predicted_tokens
