@@ -1,0 +1,46 @@
+"""What the native objects export: nothing that one instruction set could lend to another."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from powerinfer_toolkit.runtime import native_lib
+
+needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")
+
+
+def symbols(path: Path, *options: str) -> list[tuple[str, str]]:
+    """(kind, name) as nm prints them."""
+    command = ["nm", "--format=posix", *options, str(path)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [(line.split()[1], line.split()[0].split("@")[0]) for line in lines]
+
+
+def kernel_objects() -> list[Path]:
+    return sorted(native_lib.library_path().parent.glob("**/kernels/*.o"))
+
+
+@needs_nm
+def test_kernels_share_no_symbols() -> None:
+    """A weak or unique symbol of a file compiled with -mavx512f could become everyone's copy of it."""
+    objects = kernel_objects()
+    if not objects:
+        pytest.skip("the library is not in its build folder")
+    assert {"avx2.cpp.o", "avx512.cpp.o", "scalar.cpp.o"} <= {path.name for path in objects}
+    shared = [(path.name, *symbol) for path in objects for symbol in symbols(path)]
+    assert [found for found in shared if found[1] in "WwVvu"] == []
+    exported = {name for _, kind, name in shared if kind.isupper() and kind != "U"}
+    assert exported <= {
+        *("pi_kernels_scalar", "pi_kernels_avx2", "pi_kernels_avx512"),
+        *("pi_cpu_has_avx2", "pi_cpu_has_avx512"),
+    }
+
+
+@needs_nm
+def test_library_exports_the_interface_only() -> None:
+    exported = {name for kind, name in symbols(native_lib.library_path(), "-D", "--defined-only")}
+    assert exported == set(native_lib.PROTOTYPES)
