@@ -23,6 +23,7 @@ from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import COVERAGE_POINTS
 
 COUNTS, PERMUTATION = "counts", "permutation"
+_HINT = "counts say how often each neuron fired on some text: get those of this model"
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _read_layer(path: Path) -> Array:
     if path.suffix == ".safetensors":
         file = SafetensorsFile(path)
         if len(file.entries) != 1:
-            raise PiError(f"{path} holds {len(file.entries)} tensors; it needs one")
+            raise PiError(f"{path} holds {len(file.entries)} tensors; it needs one", hint=_HINT)
         return _numbers(file.read(next(iter(file.entries))))
     torch = require_torch(f"reading {path.name}")
     tensor = load(path)
@@ -116,26 +117,28 @@ def _read_layer(path: Path) -> Array:
 
 
 def _read_npy(path: Path) -> Array:
-    try:
-        counts: Array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as failure:
-        raise PiError(f"{path} is no numpy array file: {failure}") from failure
-    if counts.dtype.kind not in "iuf":
-        raise PiError(f"{path} holds {counts.dtype}, not numbers")
-    return counts
+    try:  # mapped, so that a header cannot claim more than the file holds
+        counts = np.load(path, allow_pickle=False, mmap_mode="r")
+    except (ValueError, EOFError, SyntaxError, TypeError) as failure:
+        raise PiError(f"{path} is no numpy array file: {failure}", hint=_HINT) from failure
+    if not isinstance(counts, np.ndarray) or counts.dtype.kind not in "iuf":
+        raise PiError(f"{path} holds no array of numbers", hint=_HINT)
+    return np.array(counts)
 
 
 def _read_safetensors(path: Path) -> tuple[Array, int | None]:
     file = SafetensorsFile(path)
     if COUNTS not in file.entries:
-        raise PiError(f'{path} has no tensor "{COUNTS}"')
+        raise PiError(f'{path} has no tensor "{COUNTS}"', hint=_HINT)
     if "manifest" in file.metadata:
         Manifest.from_json(
             file.metadata["manifest"], where=path
         )  # refuses a schema it does not know
     tokens = file.metadata.get("tokens")
-    if tokens is not None and not (tokens.isdecimal() and int(tokens) > 0):
-        raise PiError(f"{path}: metadata tokens is {tokens!r}, not a positive integer")
+    if tokens is not None and not (str(tokens).isdecimal() and int(tokens) > 0):
+        raise PiError(
+            f"{path}: metadata tokens is {tokens!r:.40}, not a positive integer", hint=_HINT
+        )
     return _numbers(file.read(COUNTS)), None if tokens is None else int(tokens)
 
 
@@ -148,7 +151,7 @@ def _normalised(counts: Array, path: Path) -> Array:
     if counts.dtype.kind == "f":
         counts = counts.astype(np.float64)
     if not np.isfinite(counts).all() or (counts < 0).any():
-        raise PiError(f"{path} holds counts that are negative, NaN or infinite")
+        raise PiError(f"{path} holds counts that are negative, NaN or infinite", hint=_HINT)
     if (counts == np.floor(counts)).all() and counts.max(initial=0) < 2**53:
         return counts.astype(np.int64)
     return counts.astype(np.float32)
@@ -163,7 +166,7 @@ def _check(counts: Array, path: Path, config: ModelConfig, tokens: int | None) -
         )
     silent = np.flatnonzero(counts.sum(axis=1) == 0)
     if silent.size:
-        raise PiError(f"{path}: no neuron of layer {silent[0]} was ever active")
+        raise PiError(f"{path}: no neuron of layer {silent[0]} was ever active", hint=_HINT)
     if tokens is not None and counts.max() > tokens:
         raise PiError(
             f"{path}: a count of {counts.max()} is above the {tokens} tokens seen",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 from powerinfer_toolkit.convert.elements import Entry, RawTensor, TensorFile
+from powerinfer_toolkit.convert.hashing import TensorHash
 from powerinfer_toolkit.convert.layer_files import open_tensor_file
 from powerinfer_toolkit.errors import PiError
 
@@ -22,7 +22,7 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self._files: dict[str, TensorFile] = {}
         self.entries: dict[str, Entry] = {}
-        self._digests: dict[str, str] = {}
+        self._hash = TensorHash()
         for path, names in _shards(directory).items():
             self._add_shard(path, names)
 
@@ -31,28 +31,21 @@ class Checkpoint:
         file = open_tensor_file(path)
         for name in file.entries if names is None else names:
             if name not in file.entries:
-                raise PiError(f"{path} lacks {name}, which the index puts there")
+                raise PiError(
+                    f"{path} lacks {name}, which the index puts there", hint="get the file again"
+                )
             self._files[name] = file
             self.entries[name] = file.entries[name]
 
     def read(self, name: str) -> RawTensor:
         """Return one tensor; its bytes enter sha256()."""
         raw = self._files[name].read(name)
-        if name not in self._digests:
-            self._digests[name] = hashlib.sha256(raw.data.data).hexdigest()
+        self._hash.add(name, self.entries[name], raw)
         return raw
 
     def sha256(self) -> str:
-        """Return the hash of all tensors read so far; the same for every way to store the checkpoint.
-
-        It is the SHA-256 of one line "name type shape hash" per tensor, sorted by name: type as safetensors
-        names it, shape as numbers joined by "x", hash of the row-major little-endian bytes.
-        """
-        lines = [
-            f"{name} {self.entries[name].dtype} {'x'.join(map(str, self.entries[name].shape))} {digest}\n"
-            for name, digest in sorted(self._digests.items())
-        ]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        """Return the hash of all tensors read so far; the same for every way to store the checkpoint."""
+        return self._hash.hexdigest()
 
 
 def _shards(directory: Path) -> dict[Path, list[str] | None]:
@@ -72,14 +65,16 @@ def _shards(directory: Path) -> dict[Path, list[str] | None]:
 def _read_index(index: Path) -> dict[Path, list[str] | None]:
     try:
         weight_map = dict(json.loads(index.read_bytes())["weight_map"])
-    except (ValueError, KeyError, TypeError) as failure:
+    except (ValueError, KeyError, TypeError, RecursionError) as failure:
         raise PiError(
             f"{index} is no index of weight files", hint="get the file again"
         ) from failure
     shards: dict[Path, list[str]] = {}
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise PiError(f"{index} puts {name} outside its own directory")
+            raise PiError(
+                f"{index} puts {name} outside its own directory", hint="get the file again"
+            )
         shards.setdefault(index.parent / file_name, []).append(name)
     missing = sorted(path.name for path in shards if not path.is_file())
     if missing:

@@ -6,13 +6,12 @@ Field names and defaults are transformers' (LlamaConfig, MistralConfig, modeling
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from powerinfer_toolkit.arch import ARCHITECTURES, Architecture
+from powerinfer_toolkit.convert.fields import Fields
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import Activation
 
@@ -39,7 +38,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Hyper-parameters of one checkpoint; `sliding_window` 0 means none."""
+    """Hyper-parameters of one model; `sliding_window` 0 means none.
+
+    With ReLU a neuron fires where its gate is above `activation_threshold`.
+    """
 
     arch: Architecture
     n_layers: int
@@ -56,6 +58,7 @@ class ModelConfig:
     tied_embeddings: bool
     sliding_window: int
     rope: Rope
+    activation_threshold: float = 0.0
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -68,54 +71,14 @@ def read_config(directory: Path) -> ModelConfig:
             f"{directory} has no config.json",
             hint="name the directory of a Hugging Face checkpoint",
         ) from failure
-    except ValueError as failure:
-        raise PiError(f"{path} is not JSON: {failure}") from failure
+    except (ValueError, RecursionError) as failure:
+        raise PiError(f"{path} is not JSON: {failure}", hint="get the file again") from failure
     if not isinstance(values, dict):
-        raise PiError(f"{path} is not a JSON object")
-    return _parse(_Fields(values, path))
+        raise PiError(f"{path} is not a JSON object", hint="get the file again")
+    return _parse(Fields(values, path))
 
 
-class _Fields:
-    """Typed, range-checked access to a JSON object; null counts as absent."""
-
-    def __init__(self, values: dict[str, Any], path: Path) -> None:
-        self._values = values
-        self.path = path
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def get(self, name: str) -> object:
-        return self._values.get(name)
-
-    def integer(self, name: str, default: int | None = None, *, most: int = 1 << 24) -> int:
-        value = self._present(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise PiError(f"{self.path}: {name} is {value!r}, not an integer from 1 to {most}")
-        return value
-
-    def positive(self, name: str, default: float | None = None) -> float:
-        value = self._present(name, default)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
-            return float(value)
-        raise PiError(f"{self.path}: {name} is {value!r}, not a positive number")
-
-    def flag(self, name: str) -> bool:
-        value = self._present(name, False)
-        if not isinstance(value, bool):
-            raise PiError(f"{self.path}: {name} is {value!r}, not true or false")
-        return value
-
-    def _present(self, name: str, default: object) -> object:
-        value = self._values.get(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise PiError(f"{self.path} lacks {name}")
-        return value
-
-
-def _parse(fields: _Fields) -> ModelConfig:
+def _parse(fields: Fields) -> ModelConfig:
     hf_name, arch = _architecture(fields)
     _refuse_what_is_not_modelled(fields)
     mistral = hf_name == "MistralForCausalLM"
@@ -140,7 +103,7 @@ def _parse(fields: _Fields) -> ModelConfig:
     )
 
 
-def _unsupported(fields: _Fields, what: str) -> PiError:
+def _unsupported(fields: Fields, what: str) -> PiError:
     names = ", ".join(name for arch in ARCHITECTURES for name in arch.hf_architectures)
     acts = ", ".join(sorted({name for arch in ARCHITECTURES for name in arch.activations}))
     return PiError(
@@ -150,7 +113,7 @@ def _unsupported(fields: _Fields, what: str) -> PiError:
     )
 
 
-def _architecture(fields: _Fields) -> tuple[str, Architecture]:
+def _architecture(fields: Fields) -> tuple[str, Architecture]:
     """Return the class name that config.json gives and its entry in the architecture table."""
     names = fields.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
@@ -161,7 +124,7 @@ def _architecture(fields: _Fields) -> tuple[str, Architecture]:
     raise _unsupported(fields, f"architecture {names[0]}")
 
 
-def _refuse_what_is_not_modelled(fields: _Fields) -> None:
+def _refuse_what_is_not_modelled(fields: Fields) -> None:
     if fields.get("quantization_config") is not None:
         raise _unsupported(fields, "a quantised checkpoint (quantization_config)")
     if fields.flag("mlp_bias"):
@@ -171,44 +134,42 @@ def _refuse_what_is_not_modelled(fields: _Fields) -> None:
         raise _unsupported(fields, "a mixture of attention kinds (layer_types)")
 
 
-def _activation(fields: _Fields, arch: Architecture) -> Activation:
+def _activation(fields: Fields, arch: Architecture) -> Activation:
     name = fields.get("hidden_act") or "silu"
     if name not in arch.activations:
         raise _unsupported(fields, f"hidden_act {name!r}")
     return arch.activations[name]
 
 
-def _kv_heads(fields: _Fields, n_heads: int, default: int) -> int:
+def _kv_heads(fields: Fields, n_heads: int, default: int) -> int:
     n_kv_heads = fields.integer("num_key_value_heads", default)
     if n_heads % n_kv_heads:
-        raise PiError(
-            f"{fields.path}: {n_heads} heads cannot share {n_kv_heads} key-value heads evenly"
-        )
+        raise fields.error(f"{n_heads} heads cannot share {n_kv_heads} key-value heads evenly")
     return n_kv_heads
 
 
-def _head_dim(fields: _Fields, n_embd: int, n_heads: int) -> int:
+def _head_dim(fields: Fields, n_embd: int, n_heads: int) -> int:
     head_dim = fields.integer("head_dim", n_embd // n_heads)
     if fields.get("head_dim") is None and n_embd % n_heads:
-        raise PiError(f"{fields.path}: hidden_size {n_embd} is no multiple of {n_heads} heads")
+        raise fields.error(f"hidden_size {n_embd} is no multiple of {n_heads} heads")
     if head_dim % 2:
-        raise PiError(f"{fields.path}: head_dim {head_dim} is odd; rotary embedding needs pairs")
+        raise fields.error(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
     return head_dim
 
 
-def _sliding_window(fields: _Fields) -> int:
+def _sliding_window(fields: Fields) -> int:
     """Mistral's window; where config.json does not mention it, the class default of transformers."""
-    if "sliding_window" in fields and fields.get("sliding_window") is None:
+    if fields.has("sliding_window") and fields.get("sliding_window") is None:
         return 0
     return fields.integer("sliding_window", 4096, most=1 << 31)
 
 
-def _rope(fields: _Fields) -> Rope:
+def _rope(fields: Fields) -> Rope:
     """Read rope_parameters (transformers 5) or rope_theta with rope_scaling (before)."""
     found = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(found, dict):
-        raise PiError(f"{fields.path}: rope parameters are {found!r}, not an object")
-    scaling = _Fields(found, fields.path)
+        raise fields.error(f"rope parameters are {found!r:.80}, not an object")
+    scaling = Fields(found, fields.path)
     kind = found.get("rope_type") or found.get("type") or RopeKind.DEFAULT
     theta = scaling.positive("rope_theta", fields.positive("rope_theta", 10000.0))
     rotated = scaling.positive(
@@ -225,7 +186,7 @@ def _rope(fields: _Fields) -> Rope:
     return _llama3_rope(fields, scaling, theta)
 
 
-def _llama3_rope(fields: _Fields, scaling: _Fields, theta: float) -> Rope:
+def _llama3_rope(fields: Fields, scaling: Fields, theta: float) -> Rope:
     trained = fields.integer("max_position_embeddings", most=1 << 31)
     rope = Rope(
         theta,
@@ -236,5 +197,5 @@ def _llama3_rope(fields: _Fields, scaling: _Fields, theta: float) -> Rope:
         scaling.integer("original_max_position_embeddings", trained, most=1 << 31),
     )
     if rope.high_freq_factor <= rope.low_freq_factor:
-        raise PiError(f"{fields.path}: rope high_freq_factor must be above low_freq_factor")
+        raise fields.error("rope high_freq_factor must be above low_freq_factor")
     return rope

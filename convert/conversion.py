@@ -1,4 +1,4 @@
-"""From a Hugging Face checkpoint to a GGUF file: everything checked first, then written."""
+"""From a checkpoint or a model file to a GGUF file: everything checked first, then written."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from numpy.typing import NDArray
 
 from powerinfer_toolkit.artifact import Manifest, Origin, check_target, new_directory, new_file
 from powerinfer_toolkit.convert.activations import Statistics, read_statistics
-from powerinfer_toolkit.convert.checkpoint import Checkpoint
-from powerinfer_toolkit.convert.config import ModelConfig, read_config
+from powerinfer_toolkit.convert.checkpoint_source import CheckpointSource
 from powerinfer_toolkit.convert.dialect import choose_dialect
-from powerinfer_toolkit.convert.layout import Layout, OutputTensor, output_tensors
-from powerinfer_toolkit.convert.metadata import (
-    architecture_keys,
-    general_keys,
-    origin_keys,
-    powerinfer_keys,
-)
-from powerinfer_toolkit.convert.pack import placeholder, write_gguf
-from powerinfer_toolkit.convert.parameters import check_parameters, expected_parameters
+from powerinfer_toolkit.convert.encoding import WEIGHED
+from powerinfer_toolkit.convert.gguf_keys import PackedKey, pack
+from powerinfer_toolkit.convert.gguf_source import GgufSource
+from powerinfer_toolkit.convert.importance import ImportanceMatrix, read_importance
+from powerinfer_toolkit.convert.layout import Layout, OutputTensor, ffn_types, output_tensors
+from powerinfer_toolkit.convert.metadata import merged, output_keys
+from powerinfer_toolkit.convert.neurons import NeuronPlaces, compose
+from powerinfer_toolkit.convert.outtypes import OutType
+from powerinfer_toolkit.convert.pack import write_gguf
 from powerinfer_toolkit.convert.predictors import Predictors
+from powerinfer_toolkit.convert.roles import ACTIVATIONS, IMPORTANCE, PREDICTORS, with_hashes
+from powerinfer_toolkit.convert.settings import ConvertSettings
 from powerinfer_toolkit.convert.sidecar import (
     sidecar_path,
     upstream_paths,
     write_sidecar,
     write_upstream_layer,
 )
+from powerinfer_toolkit.convert.source import PredictorWeights, Source
 from powerinfer_toolkit.convert.torch_file import require_torch
 from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.gguf_format import (
@@ -37,45 +39,10 @@ from powerinfer_toolkit.gguf_format import (
     PWRI_MAGIC,
     Activation,
     Dialect,
+    Key,
     NeuronOrder,
-    TensorType,
 )
-from powerinfer_toolkit.hub import LocalModel, locate
-from powerinfer_toolkit.tokenizer_keys import MetadataEntry, TokenizerKeys, tokenizer_metadata
-
-WEIGHTS, PREDICTORS, ACTIVATIONS = "weights", "predictors", "activations"
-
-
-@dataclass(frozen=True)
-class ConvertSettings:
-    """What to convert and how; `dialect` and `neuron_order` None choose by what is there.
-
-    `activation_tokens` is the number of tokens the counts were taken over, None: as their file says.
-    """
-
-    source: str
-    output: Path
-    outtype: TensorType = TensorType.F16
-    dialect: Dialect | None = None
-    predictors: Path | None = None
-    activations: Path | None = None
-    activation_tokens: int | None = None
-    neuron_order: NeuronOrder | None = None
-    upstream_sidecar: bool = False
-    force: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse options without what they need (UsageError)."""
-        if self.activation_tokens is not None and self.activation_tokens < 1:
-            raise UsageError("--activation-tokens must be positive")
-        if self.activations is not None:
-            return
-        if self.neuron_order is NeuronOrder.HOT_FIRST:
-            raise UsageError("--neuron-order hot-first needs --activations")
-        if self.activation_tokens is not None:
-            raise UsageError("--activation-tokens needs --activations")
-        if self.upstream_sidecar:
-            raise UsageError("--upstream-sidecar needs --activations")
+from powerinfer_toolkit.hub import locate
 
 
 @dataclass(frozen=True)
@@ -83,9 +50,8 @@ class Conversion:
     """A conversion that passed every check which needs no weights; write() does it."""
 
     settings: ConvertSettings
-    checkpoint: Checkpoint
     layout: Layout
-    keys: list[MetadataEntry]
+    keys: list[PackedKey]
     tensors: list[OutputTensor]
     statistics: Statistics | None
     manifest: Manifest
@@ -93,25 +59,35 @@ class Conversion:
     def write(self) -> None:
         """Write the model and its sidecars; on failure none of them changes. Raises PiError."""
         magic = PWRI_MAGIC if self.layout.dialect is Dialect.UPSTREAM else GGUF_MAGIC
-        name = self.layout.config.arch.gguf_name
         with contextlib.ExitStack() as outputs:  # all are renamed into place after all were written
             model = outputs.enter_context(new_file(self.settings.output, force=self.settings.force))
             sidecars = self._open_sidecars(outputs) if self.statistics is not None else []
-            write_gguf(model, magic, name, self.keys, self.tensors, self._hashes)
+            write_gguf(
+                model,
+                magic,
+                self.keys,
+                self.tensors,
+                self._hashes,
+                allow_nonfinite=self.settings.allow_nonfinite,
+            )
             if self.statistics is not None:
                 self._write_sidecars(sidecars, self.statistics)
 
     def _hashes(self) -> dict[str, str]:
-        hashes = {WEIGHTS: self.checkpoint.sha256()}
+        """Return role -> hash when all was read, and refuse predictors of other weights."""
+        hashes = self.layout.source.hashes()
         if self.layout.predictors is not None:
-            hashes[PREDICTORS] = self.layout.predictors.sha256()
+            hashes |= self.layout.predictors.hashes()
+            weights = next(key for key in self.keys if key.name == Key.SOURCE_SHA256).value()
+            _check_fingerprint(self.layout.predictors, with_hashes(weights, hashes))
         return hashes
 
     def _open_sidecars(self, outputs: contextlib.ExitStack) -> list[Path]:
         """Return temporary names: of the sidecar, then of upstream's files by layer if they are wanted."""
         paths = [sidecar_path(self.settings.output)]
         if self.settings.upstream_sidecar:
-            upstream = upstream_paths(self.settings.output, self.layout.config.n_layers)
+            n_layers = self.layout.source.config.n_layers
+            upstream = upstream_paths(self.settings.output, n_layers)
             outputs.enter_context(new_directory(upstream[0].parent))
             paths += upstream
         force = self.settings.force
@@ -119,17 +95,18 @@ class Conversion:
 
     def _write_sidecars(self, paths: list[Path], statistics: Statistics) -> None:
         order = _file_order(self.layout)
-        write_sidecar(paths[0], statistics, order, self.manifest)
+        manifest = with_hashes(self.manifest.to_json(), self._hashes())
+        write_sidecar(paths[0], statistics, order, manifest)
         for layer, path in enumerate(paths[1:]):
             write_upstream_layer(path, statistics.counts[layer][order[layer]])
 
 
 def _file_order(layout: Layout) -> NDArray[np.int32]:
     """Return the original neuron at every place of the file, [n_layers, n_ff]."""
-    if layout.order is not None:
-        return layout.order
-    n_ff, n_layers = layout.config.n_ff, layout.config.n_layers
-    return np.tile(np.arange(n_ff, dtype=np.int32), (n_layers, 1))
+    if layout.neurons.original is not None:
+        return layout.neurons.original
+    config = layout.source.config
+    return np.tile(np.arange(config.n_ff, dtype=np.int32), (config.n_layers, 1))
 
 
 def check_outputs(settings: ConvertSettings) -> None:
@@ -143,75 +120,116 @@ def check_outputs(settings: ConvertSettings) -> None:
 
 def prepare(settings: ConvertSettings) -> Conversion:
     """Read configuration, headers, tokenizer and statistics, and decide every tensor and key. Raises PiError."""
-    model = locate(settings.source)
-    config = read_config(model.path)
-    checkpoint = Checkpoint(model.path)
-    parameters = expected_parameters(config)
-    check_parameters(parameters, checkpoint.entries, config)
-    tokenizer = tokenizer_metadata(model.path, config.n_vocab)
-    dialect = choose_dialect(settings.dialect, config, settings.outtype, tokenizer.model)
-    predictors = _predictors(settings, config)
-    statistics = None
-    if settings.activations is not None:
-        statistics = read_statistics(settings.activations, config, settings.activation_tokens)
-    order = None
-    if statistics is not None and settings.neuron_order is not NeuronOrder.ORIGINAL:
-        order = statistics.hot_first()
-    layout = Layout(config, settings.outtype, dialect, order, predictors)
-    manifest = _manifest(settings, model, layout, statistics)
-    return Conversion(
-        settings,
-        checkpoint,
-        layout,
-        _keys(model, layout, statistics, manifest, tokenizer),
-        output_tensors(layout, checkpoint, parameters),
-        statistics,
-        manifest,
-    )
+    source = open_source(settings)
+    outtype = settings.outtype
+    if outtype is None and not source.is_file:
+        outtype = OutType.F16
+    dialect = choose_dialect(settings.dialect, source, ffn_types(source, outtype))
+    predictors = _predictors(settings, source)
+    statistics = _statistics(settings, source)
+    neurons = place_neurons(settings, source, statistics)
+    importance = None if settings.imatrix is None else read_importance(settings.imatrix)
+    layout = Layout(source, outtype, dialect, neurons, predictors, importance)
+    tensors = output_tensors(layout)
+    if importance is not None:
+        _check_importance(importance, tensors)
+    manifest = _manifest(layout, statistics)
+    new = [pack(entry) for entry in output_keys(layout, statistics, manifest)]
+    keys = merged(source.keys, layout, statistics, new)
+    return Conversion(settings, layout, keys, tensors, statistics, manifest)
 
 
-def _predictors(settings: ConvertSettings, config: ModelConfig) -> Predictors | None:
-    if settings.predictors is None:
+def open_source(settings: ConvertSettings) -> Source:
+    """Return the model file or the checkpoint that the settings name. Raises PiError."""
+    if settings.is_file:
+        return GgufSource(Path(settings.source), settings.hidden_act)
+    return CheckpointSource(locate(settings.source))
+
+
+def _predictors(settings: ConvertSettings, source: Source) -> PredictorWeights | None:
+    if settings.drop_predictors:
         return None
-    if config.activation is not Activation.RELU:
+    if settings.predictors is None and source.predictors is None:
+        return None
+    if source.config.activation is not Activation.RELU:
         raise PiError(
-            "--predictors is for ReLU models; this one has SiLU, whose neurons are never off",
-            hint="make the model ReLU-sparse first, or leave --predictors out",
+            "predictors are for ReLU models; this one has SiLU, whose neurons are never off",
+            hint="make the model ReLU-sparse first, or leave the predictors out",
         )
-    return Predictors(settings.predictors, config)
+    if settings.predictors is None:
+        return source.predictors
+    predictors = Predictors(settings.predictors, source.config)
+    if source.source_sha256:
+        _check_fingerprint(predictors, source.source_sha256)
+    return predictors
 
 
-def _manifest(
-    settings: ConvertSettings, model: LocalModel, layout: Layout, statistics: Statistics | None
-) -> Manifest:
-    origins = {WEIGHTS: Origin(model.name, model.revision, placeholder(WEIGHTS))}
+def _check_fingerprint(predictors: PredictorWeights, weights_sha256: str) -> None:
+    """Refuse predictors that say they were trained for other weights."""
+    if predictors.source_sha256 not in ("", weights_sha256):
+        raise PiError(
+            f"the predictors belong to weights {predictors.source_sha256[:16]}, these are "
+            f"{weights_sha256[:16]}",
+            hint="are these predictors of another model? (source_sha256 in their config.json)",
+        )
+
+
+def _statistics(settings: ConvertSettings, source: Source) -> Statistics | None:
+    if settings.activations is None:
+        statistics = source.statistics
+    else:
+        statistics = read_statistics(
+            settings.activations, source.config, settings.activation_tokens
+        )
+    if statistics is None and settings.upstream_sidecar:
+        raise UsageError("--upstream-sidecar needs --activations", hint="name the counts")
+    return statistics
+
+
+def place_neurons(
+    settings: ConvertSettings, source: Source, statistics: Statistics | None
+) -> NeuronPlaces:
+    """Return the order of the output's neurons: as asked for, hot first by new counts, else as it is."""
+    wanted = settings.neuron_order
+    if wanted is NeuronOrder.HOT_FIRST and statistics is None:
+        raise UsageError("--neuron-order hot-first needs --activations", hint="name the counts")
+    if wanted is None and settings.activations is not None:
+        wanted = NeuronOrder.HOT_FIRST
+    if wanted is None:
+        named = statistics is not None or settings.predictors is not None
+        return NeuronPlaces(source.neuron_order, source.original_neurons() if named else None, None)
+    original = None
+    if wanted is NeuronOrder.HOT_FIRST and statistics is not None:
+        original = statistics.hot_first()
+    return NeuronPlaces(wanted, original, compose(source.original_neurons(), original))
+
+
+def _check_importance(importance: ImportanceMatrix, tensors: list[OutputTensor]) -> None:
+    if not any(tensor.type in WEIGHED for tensor in tensors):
+        raise UsageError(
+            "no matrix of this output takes an importance matrix",
+            hint=f"types that do: {', '.join(member.name for member in WEIGHED)}",
+        )
+    importance.check_names({tensor.name for tensor in tensors})
+
+
+def _manifest(layout: Layout, statistics: Statistics | None) -> Manifest:
+    origins = dict(layout.source.origins)
+    if not layout.keeps_predictors:
+        origins.pop(PREDICTORS, None)
     if layout.predictors is not None:
-        origins[PREDICTORS] = Origin(layout.predictors.name, sha256=placeholder(PREDICTORS))
-    if statistics is not None:
+        origins |= layout.predictors.origins
+    if statistics is not None and statistics is not layout.source.statistics:
         origins[ACTIVATIONS] = Origin(statistics.name, sha256=statistics.sha256)
-    order = NeuronOrder.ORIGINAL if layout.order is None else NeuronOrder.HOT_FIRST
+    if layout.importance is not None:
+        origins[IMPORTANCE] = Origin(layout.importance.name, sha256=layout.importance.sha256)
     return Manifest(
         kind="model",
         origins=origins,
         settings={
-            "outtype": settings.outtype.name.lower(),
+            "outtype": str(layout.outtype or "kept"),
             "dialect": str(layout.dialect or "dense"),
-            "neuron_order": str(order),
+            "neuron_order": str(layout.neurons.kind),
         },
+        history=layout.source.history,
     )
-
-
-def _keys(
-    model: LocalModel,
-    layout: Layout,
-    statistics: Statistics | None,
-    manifest: Manifest,
-    tokenizer: TokenizerKeys,
-) -> list[MetadataEntry]:
-    return [
-        *general_keys(model, layout.outtype),
-        *architecture_keys(layout.config),
-        *powerinfer_keys(layout, statistics),
-        *origin_keys(model, manifest, placeholder(WEIGHTS)),
-        *tokenizer.keys,
-    ]

@@ -1,48 +1,63 @@
-"""Which dialect a ReLU model is written in: upstream's wherever upstream runs it correctly, else our own."""
+"""Which layout a model is written in: dense, upstream's dialect wherever upstream runs it correctly, or ours."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from powerinfer_toolkit.convert.config import ModelConfig, RopeKind
-from powerinfer_toolkit.errors import PiError, UsageError
+from powerinfer_toolkit.convert.source import Source
+from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import MIN_UPSTREAM_N_FF, Activation, Dialect, TensorType
 from powerinfer_toolkit.tokenizer_format import TokenizerModel
 
-UPSTREAM_TYPES = (TensorType.F16, TensorType.Q4_0)
+UPSTREAM_TYPES = {TensorType.F16, TensorType.Q4_0}
 UPSTREAM_TOKENIZERS = (TokenizerModel.BYTE_LEVEL_BPE, TokenizerModel.SENTENCEPIECE_BPE)
+DENSE: Literal["dense"] = "dense"
+RequestedDialect = Dialect | Literal["dense"]
 
 
 def choose_dialect(
-    requested: Dialect | None, config: ModelConfig, outtype: TensorType, tokenizer: TokenizerModel
+    requested: RequestedDialect | None, source: Source, ffn_types: set[TensorType]
 ) -> Dialect | None:
-    """Return the dialect, None for a SiLU model, which becomes a plain dense file.
+    """Return the dialect, None for a plain dense file; `ffn_types` are to be those of gate, up and down.
 
-    `requested` None means: as design has it, upstream exactly when that engine computes the same function.
-    Raises PiError when the requested one is impossible.
+    `requested` None keeps what a model file is, as far as upstream can run it. A SiLU checkpoint becomes a
+    dense file, a ReLU model upstream's exactly when that engine computes the same function. Raises PiError
+    when the requested one is impossible.
     """
-    if config.activation is not Activation.RELU:
-        if requested is not None:
-            raise UsageError(
-                "--dialect is for ReLU models; this one has SiLU and becomes a plain dense GGUF"
-            )
-        return None
-    obstacles = _upstream_obstacles(config, outtype, tokenizer)
+    is_relu = source.config.activation is Activation.RELU
+    obstacles = _upstream_obstacles(source.config, ffn_types, source.tokenizer)
+    if requested == DENSE and is_relu:
+        raise PiError(
+            "a ReLU model is never written as a dense file: other engines would run it as SiLU",
+            hint="--dialect extended or upstream",
+        )
     if requested is Dialect.UPSTREAM and obstacles:
         raise PiError(
             f"upstream cannot run this: {'; '.join(obstacles)}",
             hint="--dialect extended can hold it",
         )
-    if requested is None:
-        return Dialect.EXTENDED if obstacles else Dialect.UPSTREAM
-    return requested
+    if isinstance(requested, Dialect):
+        return requested
+    if requested == DENSE or (not is_relu and source.dialect is None):
+        return None
+    keeps_extended = source.dialect is Dialect.EXTENDED
+    return Dialect.EXTENDED if obstacles or keeps_extended else Dialect.UPSTREAM
 
 
 def _upstream_obstacles(
-    config: ModelConfig, outtype: TensorType, tokenizer: TokenizerModel
+    config: ModelConfig, ffn_types: set[TensorType], tokenizer: TokenizerModel | None
 ) -> list[str]:
     """Return why upstream would refuse the model or run it wrongly; empty if it would not."""
+    others = sorted(ffn_types - UPSTREAM_TYPES)
     rules = {
-        f"its sparse FFN is right in F16 and Q4_0 only, not {outtype.name}": outtype
-        not in UPSTREAM_TYPES,
+        f"it applies ReLU to the gate, not {config.activation}": config.activation
+        is not Activation.RELU,
+        f"it knows no activation threshold of {config.activation_threshold:g}": config.activation_threshold
+        != 0,
+        f"its sparse FFN is right in F16 and Q4_0 only, not {', '.join(t.name for t in others)}": bool(
+            others
+        ),
         f"n_ff {config.n_ff} is below {MIN_UPSTREAM_N_FF}, where it takes a faulty kernel": config.n_ff
         < MIN_UPSTREAM_N_FF,
         f"it knows no tokenizer of kind {tokenizer}": tokenizer not in UPSTREAM_TOKENIZERS,

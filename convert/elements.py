@@ -1,4 +1,4 @@
-"""Tensor elements as source files store them, and their way to float32 and to the output types."""
+"""Tensor elements as source files store them, and their way to float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import TensorType
 
 Array = NDArray[Any]
@@ -32,21 +31,13 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 }
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
-# Largest magnitude that each type can hold: of the elements, or of a block's float16 scale times its
-# largest quant.
-_F16_MAX = 65504.0
-_LIMITS = {
-    TensorType.F32: float(np.finfo(np.float32).max),
-    TensorType.BF16: float(np.uint32(0x7F7F0000).view(np.float32)),
-    TensorType.F16: _F16_MAX,
-    TensorType.Q8_0: _F16_MAX * 127,
-    TensorType.Q4_0: _F16_MAX * 8,
-}
+_SIZES = {t: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(t)] for t in TensorType}
+PACKED = {t.name: t for t in TensorType if _SIZES[t][0] > 1}  # several elements share a block
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a source file says of a tensor: element type by its safetensors name, and shape."""
+    """What a source file says of a tensor: element type by its name there, and shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,7 +45,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A row-major tensor in its source type; `data` has the tensor's shape, BF16 as uint16."""
+    """A row-major tensor in its source type.
+
+    `data` has the tensor's shape, BF16 as uint16; of a type in PACKED it holds the bytes, uint8
+    [n_rows, row_bytes].
+    """
 
     dtype: str
     data: Array
@@ -71,47 +66,28 @@ class TensorFile(Protocol):
 
 
 def to_float32(data: Array, dtype: str) -> NDArray[np.float32]:
-    """Return elements of a weight type as contiguous float32, exactly (float64 is rounded)."""
+    """Return rows of a weight type as contiguous float32, exactly (float64 is rounded)."""
     if dtype == "BF16":
         return (np.ascontiguousarray(data).astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which encode() refuses
+    with np.errstate(over="ignore", invalid="ignore"):  # encode() judges what is not finite
+        if dtype in PACKED:
+            packed = np.ascontiguousarray(data)
+            values = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[dtype])
+            return np.ascontiguousarray(values, dtype=np.float32)
         return np.ascontiguousarray(data, dtype=np.float32)
 
 
 def n_bytes(tensor_type: TensorType, shape: tuple[int, ...]) -> int:
     """Return the size of a tensor in the file; the last dimension is a multiple of the type's block."""
-    block_elements, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor_type)]
-    return math.prod(shape) // block_elements * block_bytes
+    n_elements, block_bytes = _SIZES[tensor_type]
+    return math.prod(shape) // n_elements * block_bytes
 
 
 def block_elements(tensor_type: TensorType) -> int:
     """Return how many neighbours of a row share a block."""
-    return int(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor_type)][0])
+    return _SIZES[tensor_type][0]
 
 
-def check_block(name: str, tensor_type: TensorType, n_columns: int) -> None:
-    """Refuse a quantised type for rows that are no whole number of blocks."""
-    block = block_elements(tensor_type)
-    if n_columns % block:
-        raise PiError(
-            f"{name} has rows of {n_columns} elements; {tensor_type.name} needs a multiple of {block}",
-            hint="--outtype f16 or bf16 takes any size",
-        )
-
-
-def encode(rows: NDArray[np.float32], tensor_type: TensorType, name: str) -> tuple[Array, float]:
-    """Return `rows` [n, n_columns] in the output type, bit-equal to gguf-py, and their largest magnitude.
-
-    Raises PiError when an element is not finite or beyond the type's range.
-    """
-    peak = float(max(rows.max(), -rows.min())) if rows.size else 0.0
-    if not math.isfinite(peak):
-        raise PiError(
-            f"{name} holds NaN or infinite weights", hint="the checkpoint is damaged; get it again"
-        )
-    if peak > _LIMITS[tensor_type]:
-        raise PiError(
-            f"{name} holds {peak:.6g}, beyond the range of {tensor_type.name}",
-            hint="--outtype bf16 has the range of float32",
-        )
-    return gguf.quants.quantize(rows, gguf.GGMLQuantizationType(tensor_type)), peak
+def is_packed(tensor_type: TensorType) -> bool:
+    """Return whether elements share blocks: whether the type is a quantised one."""
+    return block_elements(tensor_type) > 1

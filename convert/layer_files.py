@@ -20,7 +20,9 @@ def find_layer_files(directory: Path, stem: str) -> dict[int, Path]:
             files = by_suffix[path.suffix]
             layer = int(match[1])
             if layer in files:
-                raise PiError(f"{files[layer]} and {path} are both for layer {layer}")
+                raise PiError(
+                    f"{files[layer]} and {path} are both for layer {layer}", hint="remove one"
+                )
             files[layer] = path
     return by_suffix[".safetensors"] or by_suffix[".pt"]
 

@@ -8,39 +8,47 @@ from gguf import GGUFValueType as ValueType
 from powerinfer_toolkit.artifact import Manifest
 from powerinfer_toolkit.convert.activations import Statistics
 from powerinfer_toolkit.convert.config import ModelConfig, RopeKind
+from powerinfer_toolkit.convert.gguf_keys import PackedKey
 from powerinfer_toolkit.convert.layout import Layout
+from powerinfer_toolkit.convert.outtypes import recipe
 from powerinfer_toolkit.gguf_format import (
     FORMAT_VERSION,
     Activation,
     Dialect,
     Key,
-    NeuronOrder,
-    TensorType,
 )
-from powerinfer_toolkit.hub import LocalModel
 from powerinfer_toolkit.tokenizer_keys import MetadataEntry
 
-_FILE_TYPES = {
-    TensorType.F32: gguf.LlamaFileType.ALL_F32,
-    TensorType.F16: gguf.LlamaFileType.MOSTLY_F16,
-    TensorType.BF16: gguf.LlamaFileType.MOSTLY_BF16,
-    TensorType.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0,
-    TensorType.Q4_0: gguf.LlamaFileType.MOSTLY_Q4_0,
-}
+# What the file says of its predictors: kept with them, else gone with them.
+PREDICTOR_KEYS = (
+    Key.SPARSE_THRESHOLD,
+    Key.SINK_POSITIONS,
+    Key.PREDICTOR_EXACT_LAYERS,
+    Key.PREDICTOR_TARGET,
+    Key.PREDICTOR_RECALL,
+    Key.PREDICTOR_DENSITY,
+    Key.PREDICTOR_PERPLEXITY_LOSS,
+)
+STATISTICS_KEYS = (
+    Key.STATISTICS_SHA256,
+    Key.STATISTICS_COVERAGE,
+    Key.STATISTICS_TOKENS,
+    Key.STATISTICS_DENSITY,
+    Key.STATISTICS_UNION_DENSITY,
+)
+LAYOUT_KEYS = (Key.DIALECT, Key.ACTIVATION_THRESHOLD, Key.PREDICTOR_KIND)
 
 
-def general_keys(model: LocalModel, outtype: TensorType) -> list[MetadataEntry]:
-    """Return the general.* keys besides the architecture, which the writer adds."""
+def general_keys(name: str) -> list[MetadataEntry]:
+    """Return what a checkpoint's file says of itself."""
     return [
         MetadataEntry("general.type", ValueType.STRING, "model"),
-        MetadataEntry("general.name", ValueType.STRING, model.name.rpartition("/")[2]),
-        MetadataEntry("general.file_type", ValueType.UINT32, int(_FILE_TYPES[outtype])),
-        MetadataEntry("general.quantization_version", ValueType.UINT32, gguf.GGML_QUANT_VERSION),
+        MetadataEntry("general.name", ValueType.STRING, name.rpartition("/")[2]),
     ]
 
 
 def architecture_keys(config: ModelConfig) -> list[MetadataEntry]:
-    """Return the hyper-parameters by llama.cpp's names."""
+    """Return the architecture and its hyper-parameters by llama.cpp's names."""
     prefix = config.arch.gguf_name
     integers = {
         "vocab_size": config.n_vocab,
@@ -63,7 +71,8 @@ def architecture_keys(config: ModelConfig) -> list[MetadataEntry]:
         "rope.freq_base": config.rope.theta,
         "attention.layer_norm_rms_epsilon": config.rms_eps,
     }
-    keys = [
+    keys = [MetadataEntry("general.architecture", ValueType.STRING, prefix)]
+    keys += [
         MetadataEntry(f"{prefix}.{name}", ValueType.UINT32, value)
         for name, value in integers.items()
     ]
@@ -79,25 +88,55 @@ def architecture_keys(config: ModelConfig) -> list[MetadataEntry]:
     return keys
 
 
-def powerinfer_keys(layout: Layout, statistics: Statistics | None) -> list[MetadataEntry]:
-    """Return what the file says of its FFN: activation, order, modes, predictors, statistics."""
-    order = NeuronOrder.ORIGINAL if layout.order is None else NeuronOrder.HOT_FIRST
+def output_keys(
+    layout: Layout, statistics: Statistics | None, manifest: Manifest
+) -> list[MetadataEntry]:
+    """Return the keys that follow from this conversion: types, FFN, statistics and manifest."""
     keys = [
-        MetadataEntry(Key.FORMAT_VERSION, ValueType.UINT32, FORMAT_VERSION),
-        MetadataEntry(Key.ACTIVATION, ValueType.STRING, str(layout.config.activation)),
-        MetadataEntry(Key.NEURON_ORDER, ValueType.STRING, str(order)),
-        MetadataEntry(Key.FFN_MODES, ValueType.ARRAY, _ffn_modes(layout), ValueType.STRING),
+        MetadataEntry("general.quantization_version", ValueType.UINT32, gguf.GGML_QUANT_VERSION)
     ]
-    if layout.dialect is not None:
-        keys += _sparse_keys(layout, layout.dialect)
+    if layout.outtype is not None:
+        file_type = int(recipe(layout.outtype).file_type)
+        keys.append(MetadataEntry("general.file_type", ValueType.UINT32, file_type))
+    keys += _ffn_keys(layout)
     if statistics is not None:
         keys += _statistics_keys(statistics)
-    return keys
+    return [*keys, MetadataEntry(Key.MANIFEST, ValueType.STRING, manifest.to_json())]
+
+
+def merged(
+    kept: list[PackedKey], layout: Layout, statistics: Statistics | None, new: list[PackedKey]
+) -> list[PackedKey]:
+    """Return the source's keys, each replaced in its place where `new` has it, then the rest of `new`.
+
+    What describes a layout, predictors or statistics that the output does not have is left out.
+    """
+    stale = set(LAYOUT_KEYS)
+    stale |= set() if layout.keeps_predictors else set(PREDICTOR_KEYS)
+    if statistics is not None and statistics is not layout.source.statistics:
+        stale |= set(STATISTICS_KEYS)
+    by_name = {key.name: key for key in new}
+    result = [
+        by_name.pop(key.name, key) for key in kept if key.name in by_name or key.name not in stale
+    ]
+    return result + list(by_name.values())
+
+
+def _ffn_keys(layout: Layout) -> list[MetadataEntry]:
+    """Return what the file says of its FFN: activation, order, modes, layout, predictors."""
+    activation = layout.source.config.activation
+    keys = [
+        MetadataEntry(Key.FORMAT_VERSION, ValueType.UINT32, FORMAT_VERSION),
+        MetadataEntry(Key.ACTIVATION, ValueType.STRING, str(activation)),
+        MetadataEntry(Key.NEURON_ORDER, ValueType.STRING, str(layout.neurons.kind)),
+        MetadataEntry(Key.FFN_MODES, ValueType.ARRAY, _ffn_modes(layout), ValueType.STRING),
+    ]
+    return keys if layout.dialect is None else keys + _sparse_keys(layout, layout.dialect)
 
 
 def _ffn_modes(layout: Layout) -> list[str]:
     modes = ["dense"]
-    if layout.config.activation is Activation.RELU:
+    if layout.source.config.activation is Activation.RELU:
         modes.append("exact")
     if layout.predictors is not None:
         modes.append("predicted")
@@ -110,14 +149,15 @@ def _sparse_keys(layout: Layout, dialect: Dialect) -> list[MetadataEntry]:
         kind, threshold = "mlp", layout.predictors.sparse_threshold
     elif dialect is Dialect.UPSTREAM:
         kind = "all_active"
+    activation_threshold = layout.source.config.activation_threshold
     keys = [
         MetadataEntry(Key.DIALECT, ValueType.STRING, str(dialect)),
-        MetadataEntry(Key.ACTIVATION_THRESHOLD, ValueType.FLOAT32, 0.0),
+        MetadataEntry(Key.ACTIVATION_THRESHOLD, ValueType.FLOAT32, activation_threshold),
         MetadataEntry(Key.PREDICTOR_KIND, ValueType.STRING, kind),
     ]
     if kind != "none":
         keys.append(MetadataEntry(Key.SPARSE_THRESHOLD, ValueType.FLOAT32, threshold))
-    if kind == "mlp":
+    if kind == "mlp" and not layout.keeps_predictors:
         keys.append(MetadataEntry(Key.SINK_POSITIONS, ValueType.UINT32, 1))
     return keys
 
@@ -143,12 +183,11 @@ def _statistics_keys(statistics: Statistics) -> list[MetadataEntry]:
     return keys
 
 
-def origin_keys(model: LocalModel, manifest: Manifest, weights_sha256: str) -> list[MetadataEntry]:
-    """Return where the weights came from, and the manifest."""
+def source_keys(name: str, revision: str, weights_sha256: str) -> list[MetadataEntry]:
+    """Return where the weights came from."""
     texts = {
-        Key.SOURCE_NAME: model.name,
-        Key.SOURCE_REVISION: model.revision,
+        Key.SOURCE_NAME: name,
+        Key.SOURCE_REVISION: revision,
         Key.SOURCE_SHA256: weights_sha256,
-        Key.MANIFEST: manifest.to_json(),
     }
     return [MetadataEntry(key, ValueType.STRING, text) for key, text in texts.items() if text]

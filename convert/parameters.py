@@ -1,47 +1,45 @@
-"""The parameters that a checkpoint must have, by the architecture table, checked against what it has."""
+"""The tensors that a source must have, by the architecture table, checked against what it has."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from powerinfer_toolkit.convert.config import ModelConfig
-from powerinfer_toolkit.convert.elements import WEIGHT_DTYPES, Entry
+from powerinfer_toolkit.convert.elements import Entry
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import Tensor
-
-# Buffers that old checkpoints carry; the frequencies follow from config.json.
-_IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One Hugging Face parameter: its name, GGUF name template, layer (None: global), shape (numpy order)."""
+    """One tensor of a source: its name there, GGUF name template, layer (None: global), shape as stored.
 
-    hf_name: str
+    Shapes are in numpy order. The template is FFN_DOWN_T where the source stores down transposed.
+    """
+
+    name: str
     template: str
     layer: int | None
     shape: tuple[int, ...]
 
 
-def expected_parameters(config: ModelConfig) -> list[Parameter]:
-    """Return every parameter of the model in file order: the global ones, then layer by layer."""
+def expected_parameters(config: ModelConfig, names: Mapping[str, str]) -> list[Parameter]:
+    """Return every parameter of the model in file order: the global ones, then layer by layer.
+
+    `names` maps GGUF name templates to the source's names; `{i}` is the layer.
+    """
     shapes = _shapes(config)
-    wanted = {
-        hf_name: template
-        for hf_name, template in config.arch.tensors.items()
-        if _is_wanted(config, template)
-    }
+    wanted = {template: name for template, name in names.items() if _is_wanted(config, template)}
     parameters = [
-        Parameter(hf_name, template, None, shapes[template])
-        for hf_name, template in wanted.items()
+        Parameter(name, template, None, shapes[template])
+        for template, name in wanted.items()
         if "{i}" not in template
     ]
     for layer in range(config.n_layers):
         parameters += [
-            Parameter(hf_name.format(i=layer), template, layer, shapes[template])
-            for hf_name, template in wanted.items()
+            Parameter(name.format(i=layer), template, layer, shapes[template])
+            for template, name in wanted.items()
             if "{i}" in template
         ]
     return parameters
@@ -62,6 +60,7 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         Tensor.TOKEN_EMBD: (config.n_vocab, n_embd),
         Tensor.OUTPUT_NORM: (n_embd,),
         Tensor.OUTPUT: (config.n_vocab, n_embd),
+        Tensor.ROPE_FREQS: (config.head_dim // 2,),
         Tensor.ATTN_NORM: (n_embd,),
         Tensor.ATTN_Q: (n_q, n_embd),
         Tensor.ATTN_K: (n_kv, n_embd),
@@ -75,49 +74,41 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         Tensor.FFN_GATE: (n_ff, n_embd),
         Tensor.FFN_UP: (n_ff, n_embd),
         Tensor.FFN_DOWN: (n_embd, n_ff),
+        Tensor.FFN_DOWN_T: (n_ff, n_embd),
     }
 
 
 def check_parameters(
-    parameters: list[Parameter], entries: dict[str, Entry], config: ModelConfig
+    parameters: list[Parameter],
+    entries: Mapping[str, Entry],
+    dtypes: tuple[str, ...],
+    is_ignored: Callable[[str], bool],
+    hint: str,
 ) -> None:
-    """Compare what the model needs with what the checkpoint has.
+    """Compare what the model needs with what the source has.
 
-    Raises PiError for a missing tensor, another shape, a type that holds no plain weights, and a tensor
-    that would be lost.
+    Raises PiError, with `hint` where shapes or names disagree, for a missing tensor, another shape, a type
+    not among `dtypes`, and a tensor that would be lost, unless it is ignored on purpose.
     """
     for parameter in parameters:
-        entry = entries.get(parameter.hf_name)
+        entry = entries.get(parameter.name)
         if entry is None:
-            raise PiError(
-                f"the checkpoint lacks {parameter.hf_name}",
-                hint="does config.json belong to these weights?",
-            )
+            raise PiError(f"the source lacks {parameter.name}", hint=hint)
         if entry.shape != parameter.shape:
             raise PiError(
-                f"{parameter.hf_name} has shape {list(entry.shape)}; config.json says "
+                f"{parameter.name} has shape {list(entry.shape)}; the model's sizes make it "
                 f"{list(parameter.shape)}",
-                hint="does config.json belong to these weights?",
+                hint=hint,
             )
-        if entry.dtype not in WEIGHT_DTYPES:
+        if entry.dtype not in dtypes:
             raise PiError(
-                f"{parameter.hf_name} has the type {entry.dtype}",
-                hint=f"supported: unquantised weights in {', '.join(WEIGHT_DTYPES)}",
+                f"{parameter.name} has the type {entry.dtype}",
+                hint=f"supported weights: {', '.join(dtypes)}",
             )
-    lost = sorted(_lost(parameters, entries, config))
+    used = {parameter.name for parameter in parameters}
+    lost = sorted(name for name in entries if name not in used and not is_ignored(name))
     if lost:
         raise PiError(
-            f"the checkpoint holds {len(lost)} tensors that the model does not use: {', '.join(lost[:5])}",
-            hint="converting would drop them; does config.json belong to these weights?",
+            f"the source holds {len(lost)} tensors that the model does not use: {', '.join(lost[:5])}",
+            hint=f"converting would drop them; {hint}",
         )
-
-
-def _lost(
-    parameters: list[Parameter], entries: dict[str, Entry], config: ModelConfig
-) -> Iterator[str]:
-    """Yield the tensors left over, but for rotary buffers and the head that a tied model repeats."""
-    used = {parameter.hf_name for parameter in parameters}
-    for name in entries:
-        repeated_head = config.tied_embeddings and name == "lm_head.weight"
-        if name not in used and not repeated_head and not _IGNORED.fullmatch(name):
-            yield name

@@ -39,7 +39,8 @@ class SafetensorsFile:
         try:
             dtype, shape = str(described["dtype"]), tuple(described["shape"])
             begin, end = described["data_offsets"]
-            in_order = 0 <= begin <= end and all(isinstance(n, int) and n >= 0 for n in shape)
+            numbers = (*shape, begin, end)
+            in_order = all(type(n) is int and n >= 0 for n in numbers) and begin <= end
         except (TypeError, KeyError, ValueError) as failure:
             raise _damaged(self._path, f"tensor {name} is not described properly") from failure
         if not in_order:
@@ -60,7 +61,10 @@ class SafetensorsFile:
         """Return one tensor in its own type."""
         entry = self.entries[name]
         if entry.dtype not in NUMPY_DTYPES:
-            raise PiError(f"{self._path}: {name} has the unsupported type {entry.dtype}")
+            raise PiError(
+                f"{self._path}: {name} has the unsupported type {entry.dtype}",
+                hint=f"supported: {', '.join(NUMPY_DTYPES)}",
+            )
         count = math.prod(entry.shape)
         offset = self._data_begin + self._begins[name]
         data = np.fromfile(self._path, NUMPY_DTYPES[entry.dtype], count=count, offset=offset)
@@ -77,9 +81,9 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             raise _damaged(path, "no safetensors file, or cut short in its header")
         try:
             header = json.loads(stream.read(length))
-        except ValueError as failure:
+        except (ValueError, RecursionError) as failure:
             raise _damaged(path, "its header is not JSON") from failure
-    if not isinstance(header, dict):
+    if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
         raise _damaged(path, "its header is not a JSON object")
     return header, 8 + length
 

@@ -8,9 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from powerinfer_toolkit.artifact import Manifest
-from powerinfer_toolkit.convert.activations import COUNTS, PERMUTATION, Statistics
+from powerinfer_toolkit.convert.activations import (
+    COUNTS,
+    PERMUTATION,
+    Statistics,
+    read_statistics,
+)
+from powerinfer_toolkit.convert.config import ModelConfig
+from powerinfer_toolkit.convert.elements import Entry
 from powerinfer_toolkit.convert.layer_files import find_layer_files
+from powerinfer_toolkit.convert.safetensors_file import SafetensorsFile
 from powerinfer_toolkit.convert.torch_file import require_torch
 from powerinfer_toolkit.errors import PiError
 
@@ -23,14 +30,28 @@ def sidecar_path(output: Path) -> Path:
     return output.with_name(f"{stem}.activations.safetensors")
 
 
+def read_sidecar(path: Path, config: ModelConfig) -> tuple[Statistics, NDArray[np.int32]]:
+    """Return the counts and the permutation of a model file's sidecar, both [n_layers, n_ff]. Raises PiError."""
+    statistics = read_statistics(path, config, None)
+    file = SafetensorsFile(path)
+    shape = (config.n_layers, config.n_ff)
+    entry = file.entries.get(PERMUTATION)
+    if entry is None or entry != Entry("I32", shape):
+        raise PiError(f"{path} holds no permutation {list(shape)}", hint="get the file again")
+    permutation = file.read(PERMUTATION).data
+    if (np.sort(permutation, axis=1) != np.arange(config.n_ff)).any():
+        raise PiError(f"{path}: its permutation is none", hint="get the file again")
+    return statistics, permutation.astype(np.int32)
+
+
 def write_sidecar(
-    path: Path, statistics: Statistics, permutation: NDArray[np.int32], manifest: Manifest
+    path: Path, statistics: Statistics, permutation: NDArray[np.int32], manifest: str
 ) -> None:
     """Write counts [n_layers, n_ff] in the checkpoint's order and the permutation [n_layers, n_ff].
 
-    permutation[l, j] is the checkpoint's neuron at place j of layer l in the model file.
+    permutation[l, j] is the checkpoint's neuron at place j of layer l in the model file; `manifest` is JSON.
     """
-    metadata = {"manifest": manifest.to_json(), "sha256": statistics.sha256}
+    metadata = {"manifest": manifest, "sha256": statistics.sha256}
     if statistics.tokens is not None:
         metadata["tokens"] = str(statistics.tokens)
     arrays = {COUNTS: statistics.counts, PERMUTATION: permutation}

@@ -53,9 +53,11 @@ def load(path: Path) -> object:
             f"{path} is damaged or holds more than tensors, and was not loaded",
             hint="save it again as a plain dictionary of tensors, or as safetensors",
         ) from failure
-    except (RuntimeError, ValueError, EOFError) as failure:
+    except (OSError, MemoryError):
+        raise
+    except Exception as failure:  # of any kind, by what is wrong in the file
         raise PiError(
-            f"{path} cannot be read: {str(failure).splitlines()[0]}",
+            f"{path} cannot be read: {(str(failure) or repr(failure)).splitlines()[0]}",
             hint="get the file again; files of torch before 1.6 must be saved again by a newer one",
         ) from failure
     return loaded
@@ -67,7 +69,10 @@ def to_raw(tensor: torch.Tensor, where: str) -> RawTensor:
 
     name = _NAMES.get(str(tensor.dtype))
     if name is None or tensor.layout != torch.strided:
-        raise PiError(f"{where} has the unsupported type {tensor.dtype}")
+        raise PiError(
+            f"{where} has the unsupported type {tensor.dtype}",
+            hint=f"supported: {', '.join(_NAMES.values())}, dense",
+        )
     tensor = tensor.detach().contiguous()
     if name == "BF16":
         return RawTensor(name, tensor.view(torch.int16).numpy().view(np.uint16))
@@ -88,7 +93,10 @@ class TorchFile:
         torch = require_torch(f"reading {self._path.name}")
         tensors = load(self._path)
         if not isinstance(tensors, dict):
-            raise PiError(f"{self._path} holds no dictionary of tensors")
+            raise PiError(
+                f"{self._path} holds no dictionary of tensors",
+                hint="save it again as a plain dictionary of tensors, or as safetensors",
+            )
         return {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
 
     def read(self, name: str) -> RawTensor:

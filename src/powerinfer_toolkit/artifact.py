@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from powerinfer_toolkit import __version__
 from powerinfer_toolkit.errors import PiError
@@ -28,7 +29,8 @@ class Origin:
 class Manifest:
     """What an artefact is (`kind`), what it was made from (role -> origin) and by which settings.
 
-    It holds no clock time and no local path, so that the same inputs give the same bytes.
+    `history` has made_by and settings of every earlier step, oldest first, where an artefact was made from
+    one of its own kind. It holds no clock time and no local path, so that the same inputs give the same bytes.
     """
 
     kind: str
@@ -36,10 +38,18 @@ class Manifest:
     settings: dict[str, str | int | float | bool]
     made_by: str = field(default=f"powerinfer-toolkit {__version__}")
     schema: int = MANIFEST_SCHEMA
+    history: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """Return one line of JSON with sorted keys."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """Return one line of JSON with sorted keys; an empty history is left out."""
+        content = asdict(self)
+        if not self.history:
+            del content["history"]
+        return json.dumps(content, sort_keys=True)
+
+    def with_history(self) -> list[dict[str, Any]]:
+        """Return the history of an artefact that is made from this one."""
+        return [*self.history, {"made_by": self.made_by, "settings": self.settings}]
 
     @classmethod
     def from_json(cls, text: str, *, where: Path) -> Manifest:
@@ -53,9 +63,13 @@ class Manifest:
                     hint="make it again with the commands of this version",
                 )
             data["origins"] = {role: Origin(**origin) for role, origin in data["origins"].items()}
+            if not isinstance(data.get("history", []), list):
+                raise TypeError("history is no list")
             return cls(schema=schema, **data)
-        except (ValueError, KeyError, TypeError, AttributeError) as failure:
-            raise PiError(f"{where} has a damaged manifest: {failure}") from failure
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
+            raise PiError(
+                f"{where} has a damaged manifest: {failure}", hint="make it again, or get it again"
+            ) from failure
 
 
 def check_target(path: Path, *, force: bool) -> None:

@@ -14,7 +14,9 @@ import tokenizers
 
 from parity.gguf_file import GgufFile
 from powerinfer_toolkit.convert.cli import main
-from powerinfer_toolkit.convert.conversion import ConvertSettings, prepare
+from powerinfer_toolkit.convert.conversion import prepare
+from powerinfer_toolkit.convert.outtypes import OutType
+from powerinfer_toolkit.convert.settings import ConvertSettings
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -163,6 +165,8 @@ def converted(tmp_path: Path) -> Callable[..., GgufFile]:
 
     def convert(source: TinyCheckpoint, **settings: Any) -> GgufFile:
         output = settings.pop("output", tmp_path / "out.gguf")
+        if "outtype" in settings:
+            settings["outtype"] = OutType(settings["outtype"])
         prepare(ConvertSettings(str(source.path), output, **settings)).write()
         return GgufFile(output)
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from powerinfer_toolkit.convert.checkpoint import Checkpoint
-from powerinfer_toolkit.convert.conversion import ConvertSettings, prepare
+from powerinfer_toolkit.convert.conversion import prepare
 from powerinfer_toolkit.convert.safetensors_file import SafetensorsFile
+from powerinfer_toolkit.convert.settings import ConvertSettings
 from powerinfer_toolkit.errors import PiError
 
 

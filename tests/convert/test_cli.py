@@ -128,12 +128,12 @@ def test_failure_while_writing_leaves_everything_as_it_was(
     before = sorted(tmp_path.rglob("*"))
     write_tensor, written = pack._write_tensor, []
 
-    def fail_at_the_fifth(stream, tensor):
+    def fail_at_the_fifth(stream, tensor, allow_nonfinite):
         written.append(tensor.name)
         if len(written) == 5:
             assert list(tmp_path.glob(".out.gguf.*.tmp"))
             raise failure
-        write_tensor(stream, tensor)
+        return write_tensor(stream, tensor, allow_nonfinite)
 
     monkeypatch.setattr(pack, "_write_tensor", fail_at_the_fifth)
     arguments = [source.path, output, "--force", "--activations", counts]

@@ -5,8 +5,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from parity.reference import Reference
-from powerinfer_toolkit.convert.conversion import ConvertSettings, prepare
-from powerinfer_toolkit.gguf_format import TensorType
+from powerinfer_toolkit.convert.conversion import prepare
+from powerinfer_toolkit.convert.outtypes import OutType
+from powerinfer_toolkit.convert.settings import ConvertSettings
 
 RELU = {"hidden_act": "relu", "intermediate_size": 1024, "num_hidden_layers": 1}
 
@@ -30,7 +31,7 @@ def test_hot_first_order_keeps_the_ffn(
     checkpoint, converted, predictor_dir, counts_file, hidden_act
 ):
     source = checkpoint(RELU | {"hidden_act": hidden_act})
-    settings = {"activations": counts_file(source), "outtype": TensorType.F32}
+    settings = {"activations": counts_file(source), "outtype": "f32"}
     if hidden_act == "relu":
         settings["predictors"] = predictor_dir(source)
     file = converted(source, **settings)
@@ -77,7 +78,7 @@ def test_models_of_transformers(tmp_path, case, kind):
         torch.save(model.state_dict(), folder / "pytorch_model.bin")
     assert (kind == "sharded") == (folder / "model.safetensors.index.json").exists()
     output = tmp_path / "out.gguf"
-    prepare(ConvertSettings(str(folder), output, TensorType.F32)).write()
+    prepare(ConvertSettings(str(folder), output, OutType.F32)).write()
     tokens = list(range(3, 43))
     want = checkpoints.torch_logits(model.double(), tokens)
     got = Reference.load(output).logits(tokens)

@@ -11,8 +11,9 @@ import pytest
 import parity.reference
 from parity.closeness import log_softmax
 from parity.reference import Reference
-from powerinfer_toolkit.convert.conversion import ConvertSettings, prepare
-from powerinfer_toolkit.gguf_format import TensorType
+from powerinfer_toolkit.convert.conversion import prepare
+from powerinfer_toolkit.convert.outtypes import OutType
+from powerinfer_toolkit.convert.settings import ConvertSettings
 
 pytest.importorskip("xllamacpp")
 
@@ -38,7 +39,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_dense_files_in_llama_cpp(checkpoint, tmp_path, case):
     output = tmp_path / "out.gguf"
-    prepare(ConvertSettings(str(checkpoint(CASES[case]).path), output, TensorType.F32)).write()
+    prepare(ConvertSettings(str(checkpoint(CASES[case]).path), output, OutType.F32)).write()
     prompts = np.random.default_rng(4).integers(0, 300, (30, 20)).tolist()
     done = subprocess.run(
         [sys.executable, str(PEER), str(output)],

@@ -5,15 +5,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from powerinfer_toolkit.gguf_format import Dialect, TensorType
+from powerinfer_toolkit.gguf_format import Dialect
 
-OUTTYPES = [
-    TensorType.F32,
-    TensorType.F16,
-    TensorType.BF16,
-    TensorType.Q8_0,
-    TensorType.Q4_0,
-]
+OUTTYPES = ["f32", "f16", "bf16", "q8_0", "q4_0"]
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -67,8 +61,8 @@ def expected_tensors(source, orders=None):
 def check_all(file, expected, outtype):
     stored = {tensor.name: tensor for tensor in file._reader.tensors}
     for name, values in expected.items():
-        kind = gguf.GGMLQuantizationType(outtype if values.ndim > 1 else TensorType.F32)
-        if outtype is TensorType.Q4_0 and name in ("token_embd.weight", "output.weight"):
+        kind = gguf.GGMLQuantizationType[outtype.upper() if values.ndim > 1 else "F32"]
+        if outtype == "q4_0" and name in ("token_embd.weight", "output.weight"):
             kind = gguf.GGMLQuantizationType.Q8_0
         assert stored[name].tensor_type == kind, name
         assert tuple(stored[name].shape) == values.shape[::-1]
@@ -76,7 +70,7 @@ def check_all(file, expected, outtype):
         assert stored[name].data.tobytes() == encoded.tobytes(), name  # bit for bit
 
 
-@pytest.mark.parametrize("outtype", OUTTYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("outtype", OUTTYPES)
 def test_dense_file(checkpoint, converted, outtype):
     source = checkpoint()
     file = converted(source, outtype=outtype)
@@ -88,7 +82,7 @@ def test_dense_file(checkpoint, converted, outtype):
     assert file.key("powerinfer.dialect") is None
 
 
-@pytest.mark.parametrize("outtype", OUTTYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("outtype", OUTTYPES)
 @pytest.mark.parametrize("dialect", [None, Dialect.EXTENDED])
 def test_sparse_file_in_hot_first_order(
     checkpoint, converted, predictor_dir, counts_file, tmp_path, outtype, dialect
@@ -102,7 +96,7 @@ def test_sparse_file_in_hot_first_order(
         activations=counts,
         predictors=predictor_dir(source, threshold=-0.25),
     )
-    upstream = dialect is None and outtype in (TensorType.F16, TensorType.Q4_0)
+    upstream = dialect is None and outtype in ("f16", "q4_0")
     magic = (tmp_path / "out.gguf").read_bytes()[:4]
     assert magic == (b"PWRI" if upstream else b"GGUF")
     assert file.key("powerinfer.dialect") == ("upstream" if upstream else "extended")
@@ -119,11 +113,11 @@ def test_sparse_file_in_hot_first_order(
 @pytest.mark.parametrize(
     ("outtype", "fc1", "fc2"),
     [
-        (TensorType.F32, ("F16", "F16"), ("F16", "F16")),
-        (TensorType.F16, ("F16", "F16"), ("F16", "F16")),
-        (TensorType.BF16, ("F16", "F16"), ("F16", "F16")),
-        (TensorType.Q8_0, ("Q8_0", "Q8_0"), ("Q8_0", "F16")),  # ranks 32 and 40
-        (TensorType.Q4_0, ("Q8_0", "Q8_0"), ("Q8_0", "F16")),
+        ("f32", ("F16", "F16"), ("F16", "F16")),
+        ("f16", ("F16", "F16"), ("F16", "F16")),
+        ("bf16", ("F16", "F16"), ("F16", "F16")),
+        ("q8_0", ("Q8_0", "Q8_0"), ("Q8_0", "F16")),  # ranks 32 and 40
+        ("q4_0", ("Q8_0", "Q8_0"), ("Q8_0", "F16")),
     ],
 )
 def test_predictor_types_and_values(
@@ -143,7 +137,7 @@ def test_predictor_types_and_values(
             assert stored.data.tobytes() == gguf.quants.quantize(wanted[name], kind).tobytes()
 
 
-@pytest.mark.parametrize("outtype", [TensorType.F16, TensorType.Q4_0])
+@pytest.mark.parametrize("outtype", ["f16", "q4_0"])
 def test_upstream_without_predictors_computes_every_neuron(checkpoint, converted, outtype):
     source = checkpoint(RELU | {"tie_word_embeddings": True})
     file = converted(source, outtype=outtype)
@@ -175,15 +169,15 @@ def test_extended_without_predictors_has_none(checkpoint, converted):
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "F64"])
 def test_source_types(checkpoint, converted, dtype):
     source = checkpoint(dtype=dtype)
-    check_all(converted(source, outtype=TensorType.F32), expected_tensors(source), TensorType.F32)
+    check_all(converted(source, outtype="f32"), expected_tensors(source), "f32")
 
 
 def test_dense_file_in_hot_first_order(checkpoint, converted, counts_file):
     source = checkpoint()
     counts = counts_file(source)
-    file = converted(source, outtype=TensorType.Q8_0, activations=counts)
+    file = converted(source, outtype="q8_0", activations=counts)
     orders = np.argsort(-np.load(counts), axis=1, kind="stable")
-    check_all(file, expected_tensors(source, orders), TensorType.Q8_0)
+    check_all(file, expected_tensors(source, orders), "q8_0")
 
 
 def test_large_tensors_are_converted_in_blocks(checkpoint, converted, counts_file):
@@ -191,17 +185,17 @@ def test_large_tensors_are_converted_in_blocks(checkpoint, converted, counts_fil
     source = checkpoint(RELU | {"hidden_size": 512, "intermediate_size": 5000})
     assert source.n_embd * source.n_ff > 2 << 20
     counts = counts_file(source, most=1000)
-    file = converted(source, outtype=TensorType.Q4_0, activations=counts)
+    file = converted(source, outtype="q4_0", activations=counts)
     orders = np.argsort(-np.load(counts), axis=1, kind="stable")
-    check_all(file, expected_tensors(source, orders), TensorType.Q4_0)
+    check_all(file, expected_tensors(source, orders), "q4_0")
 
 
 def test_attention_biases_and_explicit_head_dim(checkpoint, converted):
     source = checkpoint({"attention_bias": True, "head_dim": 24, "num_hidden_layers": 1})
-    file = converted(source, outtype=TensorType.F16)
+    file = converted(source, outtype="f16")
     expected = expected_tensors(source)
     assert set(file._tensors) == set(expected)
-    check_all(file, expected, TensorType.F16)
+    check_all(file, expected, "f16")
     assert file.key("llama.attention.key_length") == 24
     assert file.key("llama.attention.value_length") == 24
     assert file.key("llama.rope.dimension_count") == 24
@@ -209,7 +203,7 @@ def test_attention_biases_and_explicit_head_dim(checkpoint, converted):
 
 def test_keys_of_llama_cpp(checkpoint, converted):
     source = checkpoint({"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 5e5})
-    file = converted(source, outtype=TensorType.Q4_0)
+    file = converted(source, outtype="q4_0")
     assert file.key("general.architecture") == "llama"
     assert file.key("general.name") == "tiny"
     assert file.key("general.file_type") == 2
