@@ -32,7 +32,9 @@ def test_kernels_share_no_symbols() -> None:
         pytest.skip("the library is not in its build folder")
     assert {"avx2.cpp.o", "avx512.cpp.o", "scalar.cpp.o"} <= {path.name for path in objects}
     shared = [(path.name, *symbol) for path in objects for symbol in symbols(path)]
-    assert [found for found in shared if found[1] in "WwVvu"] == []
+    pointer_of_the_unwinder = "DW.ref.__gxx_personality_v0"  # data, the same in every file
+    shared = [symbol for symbol in shared if symbol[2] != pointer_of_the_unwinder]
+    assert [symbol for symbol in shared if symbol[1] in "WwVvu"] == []
     exported = {name for _, kind, name in shared if kind.isupper() and kind != "U"}
     assert exported <= {
         *("pi_kernels_scalar", "pi_kernels_avx2", "pi_kernels_avx512"),
