@@ -73,6 +73,8 @@ demo: .venv-demo/installed demo/smollm2-q8_0.gguf demo/smollm2-q4_0.gguf ## conv
 .PHONY: setup
 setup: .venv/train ## make .venv with the extras train and dev
 
+# The processes of pytest share the cores: numpy and torch are not to start a thread a core each.
+asan pytest: export OMP_NUM_THREADS := 1
 # cmake must find ninja, tests must find the pi-* commands.
 native native-release asan tsan pytest: export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
@@ -123,7 +125,7 @@ build/stress.gguf: tests/runtime/stress_model.py tests/parity/synthetic.py | .ve
 
 .PHONY: pytest
 pytest: .venv/train native-release ## the Python suite against the release library
-	PI_LIB=$(CURDIR)/$(RELEASE_LIB) OMP_NUM_THREADS=1 \
+	PI_LIB=$(CURDIR)/$(RELEASE_LIB) \
 	    .venv/bin/python -m pytest -q -n $(WORKERS) --durations=10
 
 # Python links neither; ASan wants to be first and to find the C++ library's throw when it starts.
