@@ -70,6 +70,19 @@ def test_chunks_of_masked_tokens(chunk, path):
     assert relative_l2(got, predicted) <= SAME
 
 
+def test_the_tier_decides_where_no_rule_does(path, want):
+    """Steps beyond the prediction tier are exact, smaller ones masked."""
+    masked = np.arange(len(PROMPT)) > 0
+    predicted = Reference.load(path).logits(PROMPT[:96], masked=masked[:96])
+    with Model.load(path, threads=2, ffn="predicted") as model:
+        tier = model.plan.predicted_tokens
+        assert tier == 16
+        assert relative_l2(run_chunks(model, PROMPT[:96], tier), predicted) <= SAME
+        model.engine.kv_truncate(0, 0)
+        run_chunks(model, PROMPT[:85], tier + 1)
+        assert relative_l2(run_chunks(model, PROMPT[85:119], tier + 1), want[85:119]) <= SAME
+
+
 def test_rules_differ_within_one_step(path):
     """Each token follows its own rule, whatever its neighbours do."""
     masked = np.arange(len(PROMPT)) > 0
@@ -185,20 +198,19 @@ def test_siblings_are_separate_sequences(before, path):
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 100])
-def test_copies_continue_alike_and_apart(n, model, want):
-    """Both go on after a copy, one after the other, so that a shared page would show."""
-    run_chunks(model, PROMPT[:n], n)
+def test_copies_go_their_own_ways(n, model, want):
+    """After a copy both write in turn, so that a page which both still hold would mix them up."""
+    other = OTHERS[0][:8]
+    other_want = model.logits(PROMPT[:n] + other)[n:]
+    model.engine.kv_truncate(0, n)
     model.engine.kv_copy(0, 2)
     assert model.engine.kv_length(2) == n
-    other = model.engine.kv_length(1)
-    assert other == 0
-    model.engine.run(Batch(OTHERS[0][:5], sequences=2, want_logits=True))
-    changed = model.engine.logits()
-    assert relative_l2(run_chunks(model, PROMPT[n : n + 5], 5), want[n : n + 5]) <= SAME
-    model.engine.kv_truncate(2, n)
-    again = run_chunks(model, PROMPT[n : n + 5], 5, sequence=2)
-    assert relative_l2(again, want[n : n + 5]) <= SAME
-    assert relative_l2(changed, again) > 0.1
+    first = run_chunks(model, other[:4], 4, sequence=2)
+    second = run_chunks(model, PROMPT[n : n + 4], 4)
+    third = run_chunks(model, other[4:], 4, sequence=2)
+    fourth = run_chunks(model, PROMPT[n + 4 : n + 8], 4)
+    assert relative_l2(np.concatenate([first, third]), other_want) <= SAME
+    assert relative_l2(np.concatenate([second, fourth]), want[n : n + 8]) <= SAME
 
 
 def test_a_copy_outlives_its_source(model, want):
