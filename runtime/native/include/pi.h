@@ -30,8 +30,18 @@ enum {
     PI_TYPE_F16 = 1,
     PI_TYPE_Q4_0 = 2,
     PI_TYPE_Q4_1 = 3,
+    PI_TYPE_Q5_0 = 6,
+    PI_TYPE_Q5_1 = 7,
     PI_TYPE_Q8_0 = 8,
-    PI_TYPE_BF16 = 30
+    PI_TYPE_Q2_K = 10,
+    PI_TYPE_Q3_K = 11,
+    PI_TYPE_Q4_K = 12,
+    PI_TYPE_Q5_K = 13,
+    PI_TYPE_Q6_K = 14,
+    PI_TYPE_IQ4_NL = 20,
+    PI_TYPE_BF16 = 30,
+    PI_TYPE_MXFP4 = 39,
+    PI_TYPE_NVFP4 = 40
 };
 
 enum { PI_ACTIVATION_SILU = 0, PI_ACTIVATION_RELU = 1 };
@@ -218,8 +228,8 @@ PI_API pi_status pi_engine_logits(const pi_engine *engine, uint32_t *n_rows, con
 PI_API pi_status pi_engine_logprobs(const pi_engine *engine, uint32_t *n, const float **data);
 /* Turns on (or off) the record of which neurons fire; it costs time and memory. */
 PI_API pi_status pi_engine_set_recording(pi_engine *engine, uint32_t on);
-/* Of the last finished step, when recording: bit n % 64 of word [token, layer, n / 64] = neuron n of the layer had an
- * activation other than 0. [n_tokens, n_layers, n_words], n_words = ceil(n_ff / 64). */
+/* Of the last finished step, when recording: bit n % 64 of word [token, layer, n / 64] = neuron n of the
+ * layer had an activation other than 0. [n_tokens, n_layers, n_words], n_words = ceil(n_ff / 64). */
 PI_API pi_status pi_engine_fired(const pi_engine *engine, uint32_t *n_tokens, uint32_t *n_words,
                                  const uint64_t **data);
 PI_API pi_status pi_engine_stats(const pi_engine *engine, pi_stats *out);
@@ -254,10 +264,10 @@ PI_API pi_status pi_sampler_create(const pi_sampler_params *params, pi_sampler *
 PI_API void pi_sampler_free(pi_sampler *sampler);
 /* Tells the sampler of a token of the text (prompt tokens too), for the repeat penalty. */
 PI_API pi_status pi_sampler_accept(pi_sampler *sampler, int32_t token);
-/* Draws from row `row` of the engine's last logits. *logprob is the token's log-probability under the model's own
- * distribution; NULL spares its computation. */
-PI_API pi_status pi_sampler_sample(pi_sampler *sampler, const pi_engine *engine, uint32_t row,
-                                   int32_t *token, float *logprob);
+/* Draws from row `row` of the engine's last logits. *logprob is the token's log-probability under the model's
+ * own distribution; NULL spares its computation. */
+PI_API pi_status pi_sampler_sample(pi_sampler *sampler, const pi_engine *engine, uint32_t row, int32_t *token,
+                                   float *logprob);
 PI_API pi_status pi_sampler_sample_logits(pi_sampler *sampler, const float *logits, uint32_t n_vocab,
                                           int32_t *token, float *logprob);
 
@@ -269,22 +279,22 @@ PI_API pi_status pi_kernel_dequantize(const char *isa, uint32_t type, const void
 /* out [n_rows]: dot products of rows index[i] (or i, with NULL) of a matrix with x [n_cols];
  * activation_type PI_TYPE_F32 or PI_TYPE_Q8_0. */
 PI_API pi_status pi_kernel_dot_rows(const char *isa, uint32_t type, uint32_t activation_type,
-                                    const void *matrix, const int32_t *index, int64_t n_rows,
-                                    int64_t n_cols, const float *x, float *out);
+                                    const void *matrix, const int32_t *index, int64_t n_rows, int64_t n_cols,
+                                    const float *x, float *out);
 /* out [n] += sum_i coef[i] * row index[i], columns [begin, begin + n). */
-PI_API pi_status pi_kernel_axpy_rows(const char *isa, uint32_t type, const void *matrix,
-                                     const int32_t *index, int64_t n_rows, int64_t n_cols,
-                                     const float *coef, int64_t begin, int64_t n, float *out);
-PI_API pi_status pi_kernel_rms_norm(const char *isa, const float *x, const float *gain, int64_t n,
-                                    float eps, float *out);
+PI_API pi_status pi_kernel_axpy_rows(const char *isa, uint32_t type, const void *matrix, const int32_t *index,
+                                     int64_t n_rows, int64_t n_cols, const float *coef, int64_t begin,
+                                     int64_t n, float *out);
+PI_API pi_status pi_kernel_rms_norm(const char *isa, const float *x, const float *gain, int64_t n, float eps,
+                                    float *out);
 /* out [n] = act(gate) * up; PI_ACTIVATION_*. */
 PI_API pi_status pi_kernel_gated(const char *isa, uint32_t activation, float threshold, const float *gate,
                                  const float *up, int64_t n, float *out);
 /* out [n_tokens, n_rows] = x [n_tokens, n_k] . w^T, w [n_rows, n_k]; transposed != 0: w [n_k, n_rows]. */
 PI_API pi_status pi_kernel_gemm(const char *isa, const float *w, uint32_t transposed, int64_t n_rows,
                                 int64_t n_k, const float *x, int64_t n_tokens, float *out);
-/* One head: q [n_q, head_dim], k and v [n_positions, head_dim]; query i sees positions <= n_positions - n_q + i.
- * out [n_q, head_dim], lse [n_q] = log of the sum of exp(scale * q . k). kv_type F32 or F16. */
+/* One head: q [n_q, head_dim], k and v [n_positions, head_dim]; query i sees positions <= n_positions - n_q +
+ * i. out [n_q, head_dim], lse [n_q] = log of the sum of exp(scale * q . k). kv_type F32 or F16. */
 PI_API pi_status pi_kernel_attention(const char *isa, uint32_t kv_type, const float *q, int64_t n_q,
                                      const float *k, const float *v, int64_t n_positions, int64_t head_dim,
                                      float scale, float *out, float *lse);

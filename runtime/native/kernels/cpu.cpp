@@ -34,17 +34,28 @@ bool has_all(uint32_t value, uint32_t bits) {
 constexpr uint32_t state_ymm = 0x06; // SSE and AVX
 constexpr uint32_t state_zmm = 0xe6; // and opmask, upper halves of zmm0-15, zmm16-31
 
-} // namespace
-
-int pi_cpu_has_avx2(void) {
+bool find_avx2() {
     return has_all(saved_state(), state_ymm) && has_all(cpuid(1).ecx, bit_AVX | bit_FMA | bit_F16C) &&
            has_all(cpuid(7).ebx, bit_AVX2);
 }
 
-int pi_cpu_has_avx512(void) {
+bool find_avx512() {
     const Registers leaf7 = cpuid(7);
-    return pi_cpu_has_avx2() && has_all(saved_state(), state_zmm) &&
+    return find_avx2() && has_all(saved_state(), state_zmm) &&
            has_all(leaf7.ebx, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL) &&
            has_all(leaf7.ecx, bit_AVX512VNNI);
+}
+
+} // namespace
+
+// Asked once: on a virtual machine every cpuid is a trip to the hypervisor.
+int pi_cpu_has_avx2(void) {
+    static const bool has = find_avx2();
+    return has;
+}
+
+int pi_cpu_has_avx512(void) {
+    static const bool has = find_avx512();
+    return has;
 }
 #endif

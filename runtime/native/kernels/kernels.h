@@ -15,7 +15,25 @@ extern "C" {
 #define PI_PAGE 32 /* token positions of a KV page */
 
 /* Dense index of the tensor types (registry order; see src/types.cpp). */
-enum { PI_KT_F32 = 0, PI_KT_F16, PI_KT_BF16, PI_KT_Q8_0, PI_KT_Q4_0, PI_KT_Q4_1, PI_KT_COUNT };
+enum {
+    PI_KT_F32 = 0,
+    PI_KT_F16,
+    PI_KT_BF16,
+    PI_KT_Q8_0,
+    PI_KT_Q4_0,
+    PI_KT_Q4_1,
+    PI_KT_Q5_0,
+    PI_KT_Q5_1,
+    PI_KT_Q2_K,
+    PI_KT_Q3_K,
+    PI_KT_Q4_K,
+    PI_KT_Q5_K,
+    PI_KT_Q6_K,
+    PI_KT_IQ4_NL,
+    PI_KT_MXFP4,
+    PI_KT_NVFP4,
+    PI_KT_COUNT
+};
 
 /* Rows of a weight matrix: index[i] (NULL: i) for i < n_rows, each n_cols elements, row_bytes apart. */
 typedef struct pi_rows {
@@ -38,10 +56,10 @@ typedef struct pi_type_kernels {
     void (*dequantize)(const void *row, int64_t begin, int64_t n, float *out);
     /* out [n_rows] = row . x */
     void (*dot_f32)(const pi_rows *w, const float *x, float *out);
-    /* the same with int8 activations; NULL for float types */
+    /* the same with int8 activations; NULL for types that take float activations only */
     void (*dot_q8)(const pi_rows *w, const pi_q8_vector *x, float *out);
     /* y [n] += sum_i coef[i] * row_i[begin, begin + n), summed in the order of i for every column;
-     * begin is a multiple of 32. Rows whose coefficient is 0 leave y's bits alone. */
+     * begin is a multiple of 32 and of the block. Rows whose coefficient is 0 leave y's bits alone. */
     void (*axpy)(const pi_rows *w, const float *coef, int64_t begin, int64_t n, float *y);
 } pi_type_kernels;
 

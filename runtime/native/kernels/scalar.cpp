@@ -1,33 +1,10 @@
 // scalar.cpp: the reference, one plain loop for each kernel. Every other table is tested against it.
+#include "half.inl"
 #include "kernels.h"
 
 #include <math.h>
 
 namespace {
-
-float float_of_bits(uint32_t bits) {
-    float value;
-    __builtin_memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-uint32_t bits_of_float(float value) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-float float_of_half(pi_half half) {
-    const uint32_t sign = (half & 0x8000u) << 16;
-    const uint32_t exponent = (half >> 10) & 0x1fu;
-    const uint32_t mantissa = half & 0x3ffu;
-    if (exponent == 0) { // zero or subnormal: mantissa x 2^-24
-        const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-        return sign ? -magnitude : magnitude;
-    }
-    const uint32_t wide = exponent == 0x1fu ? 0xffu : exponent + (127 - 15); // infinity and NaN keep all ones
-    return float_of_bits(sign | wide << 23 | mantissa << 13);
-}
 
 // Round to nearest even; too large becomes infinity, NaN a quiet NaN.
 pi_half half_of_float(float value) {
@@ -288,6 +265,38 @@ int usable() {
     return 1;
 }
 
+// The vocabulary of simd/unpacked.inl with one lane: a product and a sum are two roundings.
+using vfloat = float;
+constexpr int64_t lanes = 1;
+
+vfloat vzero() {
+    return 0;
+}
+vfloat vset(float x) {
+    return x;
+}
+vfloat vload(const float *p) {
+    return *p;
+}
+void vstore(float *p, vfloat x) {
+    *p = x;
+}
+vfloat vadd(vfloat a, vfloat b) {
+    return a + b;
+}
+vfloat vfma(vfloat a, vfloat b, vfloat c) {
+    return a * b + c;
+}
+float vsum(vfloat x) {
+    return x;
+}
+
+} // namespace
+
+#include "simd/unpacked.inl"
+
+namespace {
+
 template <typename Type>
 constexpr pi_type_kernels float_type{dequantize<Type>, dot_f32<Type>, nullptr, axpy<Type>};
 template <typename Type>
@@ -299,7 +308,10 @@ const pi_kernels pi_kernels_scalar = {
     .name = "scalar",
     .usable = usable,
     .type = {float_type<F32>, float_type<F16>, float_type<BF16>, block_type<Q8_0>, block_type<Q4_0>,
-             block_type<Q4_1>},
+             block_type<Q4_1>, unpacked_type<pi_block_q5_0>, unpacked_type<pi_block_q5_1>,
+             unpacked_type<pi_block_q2_k>, unpacked_type<pi_block_q3_k>, unpacked_type<pi_block_q4_k>,
+             unpacked_type<pi_block_q5_k>, unpacked_type<pi_block_q6_k>, unpacked_type<pi_block_iq4_nl>,
+             unpacked_type<pi_block_mxfp4>, unpacked_type<pi_block_nvfp4>},
     .quantize_q8 = quantize_q8,
     .rms_norm = rms_norm,
     .gated_silu = gated_silu,

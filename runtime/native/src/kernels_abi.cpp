@@ -53,8 +53,8 @@ void dot_rows(const pi_kernels &kernels, const TypeInfo &type, uint32_t activati
         of_type.dot_f32(&w, x, out);
         return;
     }
-    require_range(activation_type == PI_TYPE_Q8_0 && type.quantised,
-                  "activation_type must be F32, or Q8_0 against a quantised type");
+    require_range(activation_type == PI_TYPE_Q8_0 && type.int8_activations,
+                  "activation_type must be F32, or Q8_0 against a type that takes int8 activations");
     QuantisedVector quantised(kernels, x, w.n_cols);
     const pi_q8_vector view = quantised.view();
     of_type.dot_q8(&w, &view, out);

@@ -12,8 +12,8 @@ struct TypeInfo {
     const char *name;
     uint32_t block_elements;
     uint32_t block_bytes;
-    int kernel_index; // PI_KT_*
-    bool quantised;   // takes int8 activations
+    int kernel_index;      // PI_KT_*
+    bool int8_activations; // has a product with int8 activations
 
     uint64_t row_bytes(uint64_t n_elements) const { return n_elements / block_elements * block_bytes; }
 };

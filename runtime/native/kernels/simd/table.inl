@@ -10,6 +10,7 @@
 #include "q4_1.inl"
 #include "q8_0.inl"
 #include "rows.inl"
+#include "unpacked.inl"
 #include "vector.inl"
 
 namespace {
@@ -24,7 +25,10 @@ constexpr pi_kernels make_table(const char *name, int (*usable)(void)) {
         .name = name,
         .usable = usable,
         .type = {float_type<F32>, float_type<F16>, float_type<BF16>, block_type<Q8_0>, block_type<Q4_0>,
-                 block_type<Q4_1>},
+                 block_type<Q4_1>, unpacked_type<pi_block_q5_0>, unpacked_type<pi_block_q5_1>,
+                 unpacked_type<pi_block_q2_k>, unpacked_type<pi_block_q3_k>, unpacked_type<pi_block_q4_k>,
+                 unpacked_type<pi_block_q5_k>, unpacked_type<pi_block_q6_k>, unpacked_type<pi_block_iq4_nl>,
+                 unpacked_type<pi_block_mxfp4>, unpacked_type<pi_block_nvfp4>},
         .quantize_q8 = quantize_q8,
         .rms_norm = rms_norm,
         .gated_silu = gated_silu,

@@ -11,8 +11,10 @@ namespace {
 
 constexpr int64_t chunk_bytes = 32 * 1024;
 constexpr int64_t min_chunk_rows = 8;
-constexpr int64_t tile_outputs =
-    96; // output columns of a packed tile: a multiple of 32 and of every register tile
+// Output columns of a packed tile: a multiple of every register tile, and of the block where the columns are
+// those of a transposed matrix.
+constexpr int64_t tile_outputs = 96;
+constexpr int64_t wide_tile_outputs = 256;
 constexpr int64_t tile_depth = 256;      // inputs of a packed tile
 constexpr int64_t max_pass_tokens = 512; // tokens that share one dequantised tile
 
@@ -87,7 +89,8 @@ struct OutputBlock {
     pi_rows rows; // of the range
     const pi_type_kernels *type;
     bool transposed;
-    int64_t begin; // output columns
+    int64_t tile_width; // most output columns of a block of this product
+    int64_t begin;      // output columns
     int64_t size;
     int64_t n_k;
     const float *bias; // from `begin` on, or null
@@ -101,7 +104,7 @@ void fill_tile(const OutputBlock &block, int64_t k_begin, int64_t k_size, float 
     for (int64_t i = 0; i < n; ++i) {
         if (block.transposed) {
             block.type->dequantize(base + (k_begin + i) * block.rows.row_bytes, block.begin, block.size,
-                                   tile + i * tile_outputs);
+                                   tile + i * block.tile_width);
         } else {
             block.type->dequantize(base + (block.begin + i) * block.rows.row_bytes, k_begin, k_size,
                                    tile + i * tile_depth);
@@ -135,7 +138,7 @@ void multiply_block(const CpuStream &stream, const OutputBlock &block, const flo
             for (int64_t t = 0; t < n; t += width) {
                 const float *panel = panels + ((first + t) * block.n_k + k * width);
                 stream.kernels.gemm_tile(tile, block.transposed ? 1 : tile_depth,
-                                         block.transposed ? tile_outputs : 1, block.size, panel, k_size,
+                                         block.transposed ? block.tile_width : 1, block.size, panel, k_size,
                                          sums + t, stride);
             }
         }
@@ -145,8 +148,9 @@ void multiply_block(const CpuStream &stream, const OutputBlock &block, const flo
 
 void multiply_blocks(CpuStream &stream, const std::vector<OutputBlock> &blocks, const float *panels,
                      uint32_t n_tokens) {
-    const int64_t tile_floats = tile_outputs * tile_depth;
-    const int64_t sum_floats = tile_outputs * padded_pass(n_tokens, stream.kernels.gemm_panel);
+    const int64_t width = blocks[0].tile_width;
+    const int64_t tile_floats = width * tile_depth;
+    const int64_t sum_floats = width * padded_pass(n_tokens, stream.kernels.gemm_panel);
     float *scratch =
         stream.tiles.floats(static_cast<uint64_t>((tile_floats + sum_floats) * stream.pool.n_threads()));
     stream.pool.run(static_cast<int64_t>(blocks.size()), [&](int64_t index, uint32_t thread) {
@@ -163,8 +167,9 @@ void multiply_packed(CpuStream &stream, std::span<const Product> products, const
     for (const RowChunk &chunk : split_rows(products, tile_outputs)) {
         const Product &product = *chunk.product;
         blocks.push_back({product.matrix->rows(product.row_begin, product.row_end),
-                          &type_kernels(stream, *product.matrix), false, chunk.begin, chunk.end - chunk.begin,
-                          n_k, product.bias == nullptr ? nullptr : product.bias + chunk.begin, product.out,
+                          &type_kernels(stream, *product.matrix), false, tile_outputs, chunk.begin,
+                          chunk.end - chunk.begin, n_k,
+                          product.bias == nullptr ? nullptr : product.bias + chunk.begin, product.out,
                           static_cast<int64_t>(product.row_end - product.row_begin)});
     }
     multiply_blocks(stream, blocks, pack_panels(stream, x, n_tokens, n_k), n_tokens);
@@ -192,7 +197,7 @@ int64_t rows_per_chunk(int64_t row_bytes) {
 }
 
 bool uses_int8(const CpuStream &stream, const Matrix &matrix, uint32_t n_tokens) {
-    return stream.int8_activations && matrix.type->quantised && n_tokens <= gemv_tokens;
+    return stream.int8_activations && matrix.type->int8_activations && n_tokens <= gemv_tokens;
 }
 
 void quantise_input(CpuStream &stream, const float *x, uint32_t n_tokens, uint64_t n_cols) {
@@ -227,9 +232,10 @@ void matmul_transposed(CpuStream &stream, const Matrix &matrix, uint64_t row_beg
     const auto n_k = static_cast<int64_t>(row_end - row_begin);
     const auto n_cols = static_cast<int64_t>(matrix.n_cols);
     std::vector<OutputBlock> blocks;
-    for (int64_t begin = 0; begin < n_cols; begin += tile_outputs) {
-        blocks.push_back({matrix.rows(row_begin, row_end), &type_kernels(stream, matrix), true, begin,
-                          std::min(tile_outputs, n_cols - begin), n_k, nullptr, out, n_cols});
+    const int64_t width = tile_outputs % matrix.type->block_elements == 0 ? tile_outputs : wide_tile_outputs;
+    for (int64_t begin = 0; begin < n_cols; begin += width) {
+        blocks.push_back({matrix.rows(row_begin, row_end), &type_kernels(stream, matrix), true, width, begin,
+                          std::min(width, n_cols - begin), n_k, nullptr, out, n_cols});
     }
     multiply_blocks(stream, blocks, pack_panels(stream, h, n_tokens, n_k), n_tokens);
 }
