@@ -36,6 +36,8 @@ _ONLY_LIBGGUF = WEIGHED[4:]  # gguf-py reads these, and does not write them
 # Below this magnitude no type overflows: a block's float16 scale and offset are at most twice the
 # largest element.
 _SAFE_PEAK = 2.0**15
+# Above this magnitude libgguf's sums over 256 fourth powers may overflow, and it writes zeros.
+_MOST_PACKED = 2.0**28
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def encode(
     if packed is not None:
         return Encoded(packed, peak, n_nonfinite)
     data = _quantise(rows, tensor_type, importance)
-    if peak > _SAFE_PEAK and not _keeps_finite(data, tensor_type, rows):
+    if peak > _SAFE_PEAK and not _in_range(data, tensor_type, rows, peak):
         raise PiError(
             f"{name} holds {peak:.6g}, beyond the range of {tensor_type.name}",
             hint="--outtype bf16 has the range of float32",
@@ -84,7 +86,12 @@ def encode(
     return Encoded(data, peak, n_nonfinite)
 
 
-def _keeps_finite(data: Array, tensor_type: TensorType, rows: NDArray[np.float32]) -> bool:
+def _in_range(
+    data: Array, tensor_type: TensorType, rows: NDArray[np.float32], peak: float
+) -> bool:
+    """Return whether what was finite stays finite."""
+    if is_packed(tensor_type) and peak > _MOST_PACKED:
+        return False
     with np.errstate(over="ignore", invalid="ignore"):
         decoded = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(tensor_type))
     return bool((np.isfinite(decoded) | ~np.isfinite(rows)).all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,30 @@ def write_checkpoint(
     return TinyCheckpoint(folder, config, tensors)
 
 
+def write_hollow(folder: Path, changes: dict[str, Any]) -> Path:
+    """A checkpoint in bfloat16 whose weights are a hole in the file: zeros that take no space."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = TINY | changes
+    header, offset = {}, 0
+    for name, shape in shapes_of(config).items():
+        end = offset + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + offset)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def hollow_checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """hollow_checkpoint(changes to TINY) writes one without data and returns its directory."""
+    return lambda changes: write_hollow(tmp_path / "hollow", changes)
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Callable[..., TinyCheckpoint]:
     """checkpoint(changes to TINY, dtype) writes one and says what is in it."""
@@ -235,9 +260,3 @@ def rewrite() -> Callable[..., None]:
         write_safetensors(source.path / "model.safetensors", source.tensors)
 
     return change
-
-
-@pytest.fixture
-def tensor_shapes() -> Callable[[dict[str, Any]], dict[str, tuple[int, ...]]]:
-    """tensor_shapes(config) -> Hugging Face name -> shape."""
-    return shapes_of
