@@ -136,8 +136,12 @@ asan: .venv/dev build/stress.gguf ## stress test and torch-free native tests und
 	cmake --preset asan >/dev/null
 	cmake --build --preset asan
 	build/asan/runtime/native/pi_stress build/stress.gguf
-	PI_LIB=$(CURDIR)/$(ASAN_LIB) LD_PRELOAD="$(ASAN_RUNTIME)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=tests \
-	    .venv/bin/python -m pytest -q -n $(WORKERS) -p no_torch -m "not slow and not timing" $(NATIVE_TESTS)
+	rm -f build/asan/report.*
+	PI_LIB=$(CURDIR)/$(ASAN_LIB) LD_PRELOAD="$(ASAN_RUNTIME)" PYTHONPATH=tests \
+	    ASAN_OPTIONS=detect_leaks=0:log_path=$(CURDIR)/build/asan/report \
+	    UBSAN_OPTIONS=print_stacktrace=1:log_path=$(CURDIR)/build/asan/report \
+	    .venv/bin/python -m pytest -q -n $(WORKERS) -p no_torch -m "not slow and not timing" $(NATIVE_TESTS) \
+	    || { cat build/asan/report.* >&2; exit 1; }
 
 # gcc's ThreadSanitizer before 14 does not start where the kernel randomises 32 bits of addresses.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
