@@ -10,6 +10,8 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
+
+from parity.encode import encode
 from numpy.typing import NDArray
 
 from parity.gguf_file import patch_magic
@@ -125,7 +127,7 @@ def write_gguf(
         _write_key(writer, name, value)
     for name, values in weights.items():
         type_ = type_of(name) if values.ndim == 2 else Type.F32
-        writer.add_tensor(name, gguf.quants.quantize(values, type_), raw_dtype=type_)
+        writer.add_tensor(name, encode(values, type_), raw_dtype=type_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
