@@ -10,10 +10,9 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
-
-from parity.encode import encode
 from numpy.typing import NDArray
 
+from parity.encode import encode
 from parity.gguf_file import patch_magic
 
 Weights = dict[str, NDArray[np.float32]]  # by GGUF tensor name, matrices [n_rows, n_cols]
