@@ -220,5 +220,5 @@ def test_refused_arguments() -> None:
         kernels.axpy_rows("scalar", Type.F32, x[None], x[:1], 96, x[:64], begin=64)
     with pytest.raises(UsageError, match="as many positions"):
         kernels.attention("scalar", Type.F32, x[None], x[:0], x[:0], 1.0)
-    with pytest.raises(PiError, match="Q6_K is not supported"):
-        kernels.dequantize("scalar", Type.Q6_K, row, 0, 32)
+    with pytest.raises(PiError, match="IQ1_S is not supported"):
+        kernels.dequantize("scalar", Type.IQ1_S, row, 0, 32)
