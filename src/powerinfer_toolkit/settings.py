@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from powerinfer_toolkit.errors import UsageError
 
 S = TypeVar("S")
@@ -68,6 +66,8 @@ def read_yaml(path: Path, section: str) -> dict[str, Any]:
 
     A recipe holds one section a stage; a file for one command holds the keys alone.
     """
+    import yaml
+
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as failure:
@@ -93,6 +93,8 @@ def resolve(schema: type[S], values: Mapping[str, Any], flags: Mapping[str, Any]
 
 def to_yaml(settings: Any) -> str:  # noqa: ANN401 - any dataclass
     """Return every setting, defaults included, as the YAML that `resolve` reads."""
+    import yaml
+
     text: str = yaml.safe_dump(to_mapping(settings), sort_keys=False, allow_unicode=True, width=100)
     return text
 
@@ -148,6 +150,8 @@ def _parse_flag(schema: type, name: str, text: str) -> Any:  # noqa: ANN401
     kind = dict((field.name, kind) for field, kind in _fields(schema))[name]
     if str in _alternatives(kind):
         return text
+    import yaml
+
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as failure:

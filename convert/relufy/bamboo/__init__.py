@@ -1,0 +1,1 @@
+"""The modelling code that goes with a dReLU checkpoint, in the convention of upstream's Bamboo models."""
