@@ -52,8 +52,11 @@ def error(message: str, hint: str = "") -> None:
         _say("hint: " + " ".join(hint.splitlines()))
 
 
-def progress(items: Iterable[T], *, total: int, label: str, unit: str = "it") -> Iterator[T]:
-    """Yield `items` under a progress bar on stderr; a plain line every 30 s where it is no terminal."""
+def progress(items: Iterable[T], *, total: int | None, label: str, unit: str = "it") -> Iterator[T]:
+    """Yield `items` under a progress bar on stderr; a plain line every 30 s where it is no terminal.
+
+    `total` is None where the number of items is not known.
+    """
     from tqdm import tqdm
 
     hidden = _verbosity < NORMAL or bool(os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS"))

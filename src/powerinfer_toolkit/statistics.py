@@ -1,0 +1,231 @@
+"""Activation statistics: which FFN neurons fire, counted exactly, from any source of tokens.
+
+A neuron fires at a token when its activation act(gate) * up is not 0. Only counted tokens enter: position 0 of a
+sequence (the attention sink), BOS and padding do not. A window of w tokens is positions 1 + k w .. w + k w of a
+sequence, and enters when all of them are counted. Every quantity is an integer sum, so that tallies of parts of
+a text add up to the tally of the whole, in any order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from powerinfer_toolkit.artifact import Manifest, new_file
+from powerinfer_toolkit.errors import PiError
+from powerinfer_toolkit.gguf_format import UNION_WINDOWS
+
+KIND = "activation_statistics"
+FILE_NAME = "statistics.safetensors"
+EXCLUDED = "position 0, BOS and padding"
+ALWAYS_ON_SHARE = 0.95  # of the tokens
+HOT_SHARE = 0.8  # of the activations
+
+Counts = NDArray[np.int64]
+Shares = NDArray[np.float64]
+
+
+class LayerSums(NamedTuple):
+    """What one layer did over some tokens; numpy or torch, whatever fired was.
+
+    Shapes: `counts` [n_ff]; `both` and `either`: neurons that fire at both, and at either of two consecutive
+    tokens; `unions`, one for each of UNION_WINDOWS: neurons that fire in a whole window, summed over windows.
+    """
+
+    counts: Any
+    both: Any
+    either: Any
+    unions: list[Any]
+
+
+def layer_sums(fired: Any, counted: Any) -> LayerSums:  # noqa: ANN401 - numpy or torch
+    """Sum one layer's fired [n_sequences, n_positions, n_ff] where counted [n_sequences, n_positions]; both bool.
+
+    Positions are consecutive and the first one is position 1 of a sequence, or 1 + a multiple of 64.
+    Works on numpy arrays and on torch tensors, on the device where these are.
+    """
+    fired = fired & counted[..., None]
+    both = (fired[:, 1:] & fired[:, :-1]).sum()
+    n_fired = fired.sum(-1)
+    pairs = counted[:, 1:] & counted[:, :-1]
+    either = ((n_fired[:, 1:] + n_fired[:, :-1]) * pairs).sum() - both
+    return LayerSums(fired.sum((0, 1)), both, either, _union_sums(fired, counted))
+
+
+def _union_sums(fired: Any, whole: Any) -> list[Any]:  # noqa: ANN401
+    sums = []
+    for _ in UNION_WINDOWS:  # each is twice the one before
+        fired, whole = _join_neighbours(fired, whole)
+        sums.append((fired & whole[..., None]).sum())
+    return sums
+
+
+def _join_neighbours(fired: Any, whole: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    n = fired.shape[1] // 2 * 2
+    return fired[:, 0:n:2] | fired[:, 1:n:2], whole[:, 0:n:2] & whole[:, 1:n:2]
+
+
+def window_counts(counted: Any) -> list[Any]:  # noqa: ANN401
+    """Return the number of whole windows of each of UNION_WINDOWS in counted [n_sequences, n_positions]."""
+    sums = []
+    for _ in UNION_WINDOWS:
+        n = counted.shape[1] // 2 * 2
+        counted = counted[:, 0:n:2] & counted[:, 1:n:2]
+        sums.append(counted.sum())
+    return sums
+
+
+@dataclass
+class Tally:
+    """Integer sums over all counted tokens; all arrays are int64.
+
+    `counts` [n_layers, n_ff]: tokens at which a neuron fired. `both`, `either` [n_layers] and `unions`
+    [n_layers, 6]: as in LayerSums. `windows` [6]: whole windows. `tokens` [1].
+    """
+
+    counts: Counts
+    both: Counts
+    either: Counts
+    unions: Counts
+    windows: Counts
+    tokens: Counts
+
+    @classmethod
+    def zeros(cls, n_layers: int, n_ff: int) -> Self:
+        """Return the tally of no tokens."""
+        n_windows = len(UNION_WINDOWS)
+        shapes = (
+            (n_layers, n_ff),
+            (n_layers,),
+            (n_layers,),
+            (n_layers, n_windows),
+            (n_windows,),
+            (1,),
+        )
+        return cls(*(np.zeros(shape, np.int64) for shape in shapes))
+
+    def arrays(self) -> dict[str, Counts]:
+        """Return the arrays by their names in a file."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def add(self, other: Tally) -> None:
+        """Add the tally of other tokens of the same model."""
+        for name, array in self.arrays().items():
+            array += getattr(other, name)
+
+    def add_layer(self, layer: int, sums: LayerSums) -> None:
+        """Add one layer's sums of numpy arrays."""
+        self.counts[layer] += sums.counts
+        self.both[layer] += sums.both
+        self.either[layer] += sums.either
+        self.unions[layer] += np.asarray(sums.unions)
+
+    def add_tokens(self, counted: NDArray[np.bool_]) -> None:
+        """Add the number of tokens and of windows of counted [n_sequences, n_positions]."""
+        self.tokens += counted.sum()
+        self.windows += np.asarray(window_counts(counted))
+
+
+@dataclass(frozen=True)
+class ActivationStatistics:
+    """A tally and what follows from it, with the manifest of its making.
+
+    `in_file_order`: neurons are numbered as in a hot-first model file whose permutation was not at hand.
+    """
+
+    tally: Tally
+    manifest: Manifest
+    in_file_order: bool = False
+
+    @property
+    def n_tokens(self) -> int:
+        """Counted tokens."""
+        return int(self.tally.tokens[0])
+
+    def zero_share(self) -> Shares:
+        """Return the mean share of activations that are 0, [n_layers]."""
+        share: Shares = 1.0 - self.frequency().mean(axis=1)
+        return share
+
+    def frequency(self) -> Shares:
+        """Return the share of the tokens at which each neuron fired, [n_layers, n_ff]."""
+        return self.tally.counts / max(self.n_tokens, 1)
+
+    def union_density(self) -> Shares:
+        """Return the mean share of neurons that fire within 2, 4, ... 64 tokens, [n_layers, 6]; NaN without one."""
+        n_ff = self.tally.counts.shape[1]
+        with np.errstate(invalid="ignore"):
+            density: Shares = self.tally.unions / (self.tally.windows * float(n_ff))
+        return density
+
+    def overlap(self) -> Shares:
+        """Return neurons active at both over those active at either of two consecutive tokens, [n_layers]."""
+        return self.tally.both / np.maximum(self.tally.either, 1)
+
+    def dead(self) -> Counts:
+        """Return how many neurons never fired, [n_layers]."""
+        dead: Counts = np.count_nonzero(self.tally.counts == 0, axis=1)
+        return dead
+
+    def always_on(self) -> Counts:
+        """Return how many neurons fired at 95% of the tokens or more, [n_layers]."""
+        on: Counts = np.count_nonzero(self.frequency() >= ALWAYS_ON_SHARE, axis=1)
+        return on
+
+    def hot_share(self) -> Shares:
+        """Return the least share of a layer's neurons that carries 80% of its activations, [n_layers]."""
+        falling = -np.sort(-self.tally.counts, axis=1)
+        carried = np.cumsum(falling, axis=1)
+        enough = carried >= HOT_SHARE * carried[:, -1:]
+        share: Shares = (enough.argmax(axis=1) + 1) / carried.shape[1]
+        return share
+
+    def counts_sha256(self) -> str:
+        """Return the hash of the little-endian counts, as powerinfer.statistics.sha256 has it."""
+        return hashlib.sha256(self.tally.counts.astype("<i8").tobytes()).hexdigest()
+
+    def save(self, path: Path, *, force: bool = True) -> None:
+        """Write a safetensors file: the tally's arrays, derived shares, and the manifest in its metadata."""
+        metadata = {
+            "manifest": self.manifest.to_json(),
+            "tokens": str(self.n_tokens),
+            "sha256": self.counts_sha256(),
+            "excluded": EXCLUDED,
+            "neuron_order": "file" if self.in_file_order else "original",
+        }
+        shares = {
+            "union_density": self.union_density(),
+            "zero_share": self.zero_share(),
+            "overlap": self.overlap(),
+            "hot_share": self.hot_share(),
+        }
+        arrays: dict[str, NDArray[Any]] = dict(self.tally.arrays())
+        arrays |= {name: share.astype(np.float32) for name, share in shares.items()}
+        arrays |= {"dead": self.dead(), "always_on": self.always_on()}
+        with new_file(path, force=force) as temporary:
+            temporary.write_bytes(save(arrays, metadata))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what save() wrote; PiError for anything else. A directory stands for FILE_NAME in it."""
+        path = path / FILE_NAME if path.is_dir() else path
+        if not path.is_file():
+            raise PiError(f"{path} does not exist", hint="make it with pi-profile MODEL OUT")
+        try:
+            with safe_open(path, "np") as file:
+                metadata = file.metadata() or {}
+                arrays = [file.get_tensor(field.name) for field in fields(Tally)]
+        except (SafetensorError, OSError) as failure:
+            raise PiError(
+                f"{path} holds no activation statistics: {failure}",
+                hint="make it with pi-profile MODEL OUT",
+            ) from failure
+        manifest = Manifest.from_json(metadata.get("manifest", ""), where=path)
+        return cls(Tally(*arrays), manifest, metadata.get("neuron_order") == "file")
