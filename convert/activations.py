@@ -1,7 +1,8 @@
 """Activation counts: how often each FFN neuron was non-zero, from upstream's layout or in one file.
 
 DIR/activation_<layer>.pt (one 1-D tensor) or .safetensors (one tensor), [n_ff] each; or one .npy or .safetensors
-file with all layers, [n_layers, n_ff] (in safetensors: tensor "counts", metadata "tokens").
+file with all layers, [n_layers, n_ff] (in safetensors: tensor "counts", metadata "tokens"; pi-profile's and pi-run's
+have "union_density" [n_layers, 6] besides). DIR/statistics.safetensors stands for DIR.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +19,14 @@ from powerinfer_toolkit.artifact import Manifest
 from powerinfer_toolkit.convert.config import ModelConfig
 from powerinfer_toolkit.convert.elements import Array, RawTensor, to_float32
 from powerinfer_toolkit.convert.layer_files import check_layers, find_layer_files
+from powerinfer_toolkit.convert.roles import WEIGHTS
 from powerinfer_toolkit.convert.safetensors_file import SafetensorsFile
 from powerinfer_toolkit.convert.torch_file import load, require_torch, to_raw
 from powerinfer_toolkit.errors import PiError
-from powerinfer_toolkit.gguf_format import COVERAGE_POINTS
+from powerinfer_toolkit.gguf_format import COVERAGE_POINTS, UNION_WINDOWS
+from powerinfer_toolkit.statistics import FILE_NAME, KIND
 
-COUNTS, PERMUTATION = "counts", "permutation"
+COUNTS, PERMUTATION, UNION_DENSITY = "counts", "permutation", "union_density"
 _HINT = "counts say how often each neuron fired on some text: get those of this model"
 
 
@@ -31,12 +35,16 @@ class Statistics:
     """Activation counts [n_layers, n_ff], int64 (float32 where they are no integers), in the model's order.
 
     `tokens` is how many tokens were seen, None where unknown; `sha256` the hash of the little-endian counts.
+    `union_density` [n_layers, 6] float32 as statistics.py has it, None where unknown; `source_sha256` the hash of
+    the weights that were profiled, "" where unknown.
     """
 
     name: str
     counts: Array
     tokens: int | None
     sha256: str
+    union_density: Array | None = None
+    source_sha256: str = ""
 
     def hot_first(self) -> NDArray[np.int32]:
         """Return the original neuron at every place of the falling order, [n_layers, n_ff]; ties keep theirs."""
@@ -62,31 +70,40 @@ class Statistics:
         return share.astype(np.float32)
 
 
+class _Found(NamedTuple):
+    counts: Array
+    tokens: int | None = None
+    union_density: Array | None = None
+    source_sha256: str = ""
+
+
 def read_statistics(path: Path, config: ModelConfig, tokens: int | None) -> Statistics:
     """Read the counts at `path`, a directory or a file; `tokens` overrides what the file says.
 
     Raises PiError for a missing or an extra layer, another shape, and counts that are negative, not finite,
     all zero in a layer, or above the number of tokens.
     """
-    found_tokens = None
     if not path.exists():
         raise PiError(f"{path} does not exist", hint="--activations takes a directory or a file")
+    path = path / FILE_NAME if (path / FILE_NAME).is_file() else path
     if path.is_dir():
-        counts = _read_directory(path, config)
+        found = _Found(_read_directory(path, config))
     elif path.suffix == ".npy":
-        counts = _read_npy(path)
+        found = _Found(_read_npy(path))
     elif path.suffix == ".safetensors":
-        counts, found_tokens = _read_safetensors(path)
+        found = _read_safetensors(path)
     else:
         raise PiError(
             f"{path} holds no activation counts",
             hint="name a directory of activation_<layer>.pt files, or a .npy or .safetensors file",
         )
-    counts = _normalised(counts, path)
-    tokens = found_tokens if tokens is None else tokens
+    counts = _normalised(found.counts, path)
+    tokens = found.tokens if tokens is None else tokens
     _check(counts, path, config, tokens)
     digest = hashlib.sha256(counts.astype(counts.dtype.newbyteorder("<")).tobytes()).hexdigest()
-    return Statistics(path.resolve().name, counts, tokens, digest)
+    return Statistics(
+        path.resolve().name, counts, tokens, digest, found.union_density, found.source_sha256
+    )
 
 
 def _read_directory(directory: Path, config: ModelConfig) -> Array:
@@ -119,27 +136,53 @@ def _read_layer(path: Path) -> Array:
 def _read_npy(path: Path) -> Array:
     try:  # mapped, so that a header cannot claim more than the file holds
         counts = np.load(path, allow_pickle=False, mmap_mode="r")
-    except (ValueError, EOFError, SyntaxError, TypeError) as failure:
+    except OSError:
+        raise
+    except Exception as failure:  # numpy parses the header as Python and lets its errors through
         raise PiError(f"{path} is no numpy array file: {failure}", hint=_HINT) from failure
     if not isinstance(counts, np.ndarray) or counts.dtype.kind not in "iuf":
         raise PiError(f"{path} holds no array of numbers", hint=_HINT)
     return np.array(counts)
 
 
-def _read_safetensors(path: Path) -> tuple[Array, int | None]:
+def _read_safetensors(path: Path) -> _Found:
     file = SafetensorsFile(path)
     if COUNTS not in file.entries:
         raise PiError(f'{path} has no tensor "{COUNTS}"', hint=_HINT)
-    if "manifest" in file.metadata:
-        Manifest.from_json(
-            file.metadata["manifest"], where=path
-        )  # refuses a schema it does not know
+    if file.metadata.get("neuron_order") == "file":
+        raise PiError(
+            f"{path} numbers neurons as in a hot-first model file, whose permutation was not at hand",
+            hint="record again with the model's .activations.safetensors beside it",
+        )
     tokens = file.metadata.get("tokens")
     if tokens is not None and not (str(tokens).isdecimal() and int(tokens) > 0):
         raise PiError(
             f"{path}: metadata tokens is {tokens!r:.40}, not a positive integer", hint=_HINT
         )
-    return _numbers(file.read(COUNTS)), None if tokens is None else int(tokens)
+    return _Found(
+        _numbers(file.read(COUNTS)),
+        None if tokens is None else int(tokens),
+        _union_density(file),
+        _profiled_weights(file, path),
+    )
+
+
+def _union_density(file: SafetensorsFile) -> Array | None:
+    """Return it where it is there, and known for every window."""
+    entry = file.entries.get(UNION_DENSITY)
+    if entry is None or entry.dtype != "F32" or entry.shape[1:] != (len(UNION_WINDOWS),):
+        return None
+    density = file.read(UNION_DENSITY).data
+    return density if np.isfinite(density).all() else None
+
+
+def _profiled_weights(file: SafetensorsFile, path: Path) -> str:
+    """Return the hash of the weights that pi-profile or pi-run names."""
+    if "manifest" not in file.metadata:
+        return ""
+    manifest = Manifest.from_json(file.metadata["manifest"], where=path)  # refuses a later schema
+    weights = manifest.origins.get(WEIGHTS)
+    return weights.sha256 if manifest.kind == KIND and weights is not None else ""
 
 
 def _numbers(raw: RawTensor) -> Array:

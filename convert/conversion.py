@@ -74,12 +74,13 @@ class Conversion:
                 self._write_sidecars(sidecars, self.statistics)
 
     def _hashes(self) -> dict[str, str]:
-        """Return role -> hash when all was read, and refuse predictors of other weights."""
+        """Return role -> hash when all was read, and refuse what was made for other weights."""
         hashes = self.layout.source.hashes()
+        named = next((key.value() for key in self.keys if key.name == Key.SOURCE_SHA256), "")
+        weights = with_hashes(named, hashes)
         if self.layout.predictors is not None:
             hashes |= self.layout.predictors.hashes()
-            weights = next(key for key in self.keys if key.name == Key.SOURCE_SHA256).value()
-            _check_fingerprint(self.layout.predictors, with_hashes(weights, hashes))
+        _check_fingerprints(self.layout.predictors, self.statistics, weights)
         return hashes
 
     def _open_sidecars(self, outputs: contextlib.ExitStack) -> list[Path]:
@@ -127,6 +128,7 @@ def prepare(settings: ConvertSettings) -> Conversion:
     dialect = choose_dialect(settings.dialect, source, ffn_types(source, outtype))
     predictors = _predictors(settings, source)
     statistics = _statistics(settings, source)
+    _check_fingerprints(predictors, statistics, source.source_sha256)
     neurons = place_neurons(settings, source, statistics)
     importance = None if settings.imatrix is None else read_importance(settings.imatrix)
     layout = Layout(source, outtype, dialect, neurons, predictors, importance)
@@ -158,20 +160,20 @@ def _predictors(settings: ConvertSettings, source: Source) -> PredictorWeights |
         )
     if settings.predictors is None:
         return source.predictors
-    predictors = Predictors(settings.predictors, source.config)
-    if source.source_sha256:
-        _check_fingerprint(predictors, source.source_sha256)
-    return predictors
+    return Predictors(settings.predictors, source.config)
 
 
-def _check_fingerprint(predictors: PredictorWeights, weights_sha256: str) -> None:
-    """Refuse predictors that say they were trained for other weights."""
-    if predictors.source_sha256 not in ("", weights_sha256):
-        raise PiError(
-            f"the predictors belong to weights {predictors.source_sha256[:16]}, these are "
-            f"{weights_sha256[:16]}",
-            hint="are these predictors of another model? (source_sha256 in their config.json)",
-        )
+def _check_fingerprints(
+    predictors: PredictorWeights | None, statistics: Statistics | None, weights_sha256: str
+) -> None:
+    """Refuse predictors and statistics that say they belong to other weights; "" where one is not known."""
+    for what, made in (("predictors", predictors), ("activation counts", statistics)):
+        if made is not None and weights_sha256 and made.source_sha256 not in ("", weights_sha256):
+            raise PiError(
+                f"the {what} belong to weights {made.source_sha256[:16]}, these are "
+                f"{weights_sha256[:16]}",
+                hint=f"are these {what} of another model?",
+            )
 
 
 def _statistics(settings: ConvertSettings, source: Source) -> Statistics | None:

@@ -172,6 +172,16 @@ class GgufSource:
             )
         return self._permutation
 
+    def exact_layers(self) -> list[bool]:
+        """Return which layers predicted mode computes exactly."""
+        n_layers = self.config.n_layers
+        flags = self._file.value(Key.PREDICTOR_EXACT_LAYERS, [False] * n_layers)
+        if not isinstance(flags, list) or len(flags) != n_layers:
+            raise damaged(
+                self._file.path, f"{Key.PREDICTOR_EXACT_LAYERS} has not {n_layers} values"
+            )
+        return [bool(flag) for flag in flags]
+
     def hashes(self) -> dict[str, str]:
         """Return the hash of this file's tensors."""
         return {MODEL_FILE: self._hash.hexdigest()}
@@ -187,6 +197,8 @@ class GgufPredictors:
         self.sparse_threshold = sparse_threshold
         self.origins: dict[str, Origin] = {}  # the file's own manifest names theirs
         self.ranks = [self._checked_rank(layer) for layer in range(source.config.n_layers)]
+        self.exact_layers = source.exact_layers()
+        self.measured: list[MetadataEntry] = []  # the file's own keys are kept
 
     def _checked_rank(self, layer: int) -> int:
         config = self._source.config

@@ -230,7 +230,7 @@ def _predictor(layout: Layout, layer: int) -> list[OutputTensor]:
             partial(predictors.read, layer, part),
             source_type,
             rows=_predictor_rows(layout, layer) if part == FC2 else None,
-            never_zero=True,
+            never_zero=not predictors.exact_layers[layer],
         )
         tensors.append(tensor)
     return tensors

@@ -157,8 +157,9 @@ def _sparse_keys(layout: Layout, dialect: Dialect) -> list[MetadataEntry]:
     ]
     if kind != "none":
         keys.append(MetadataEntry(Key.SPARSE_THRESHOLD, ValueType.FLOAT32, threshold))
-    if kind == "mlp" and not layout.keeps_predictors:
+    if layout.predictors is not None and not layout.keeps_predictors:
         keys.append(MetadataEntry(Key.SINK_POSITIONS, ValueType.UINT32, 1))
+        keys += layout.predictors.measured
     return keys
 
 
@@ -172,6 +173,11 @@ def _statistics_keys(statistics: Statistics) -> list[MetadataEntry]:
             ValueType.FLOAT32,
         ),
     ]
+    if statistics.union_density is not None:
+        union = statistics.union_density.reshape(-1).tolist()
+        keys.append(
+            MetadataEntry(Key.STATISTICS_UNION_DENSITY, ValueType.ARRAY, union, ValueType.FLOAT32)
+        )
     density = statistics.density()
     if statistics.tokens is not None and density is not None:
         keys += [

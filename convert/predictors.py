@@ -1,8 +1,9 @@
 """Activation predictors: one two-layer network a layer, logit = fc2 relu(fc1 x), in upstream's layout.
 
 DIR/model_<layer>.pt or .safetensors with fc1.weight [rank, n_embd] and fc2.weight [n_ff, rank]; the rank may
-differ between layers. DIR/config.json may give sparse_threshold (a neuron is active iff logit >= it) and
-source_sha256, the hash of the weights that the predictors were trained for.
+differ between layers. DIR/config.json may give sparse_threshold (a neuron is active iff logit >= it), source_sha256 (the hash of the
+weights that the predictors were trained for), exact_layers (true for each layer that predicted mode computes
+exactly; its predictor is all zero), and what was measured: target, recall, density, perplexity_loss.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+from gguf import GGUFValueType as ValueType
 
 from powerinfer_toolkit.artifact import Origin
 from powerinfer_toolkit.convert.config import ModelConfig
@@ -22,9 +25,16 @@ from powerinfer_toolkit.convert.layer_files import (
 )
 from powerinfer_toolkit.convert.roles import PREDICTORS, placeholder
 from powerinfer_toolkit.errors import PiError
+from powerinfer_toolkit.gguf_format import Key
+from powerinfer_toolkit.tokenizer_keys import MetadataEntry
 
 FC1, FC2 = "fc1.weight", "fc2.weight"
-_MAX_THRESHOLD = 3e38  # the key is a float32
+_MEASURED = {
+    "recall": Key.PREDICTOR_RECALL,
+    "density": Key.PREDICTOR_DENSITY,
+    "perplexity_loss": Key.PREDICTOR_PERPLEXITY_LOSS,
+}
+_FLOAT32_MAX = 3e38
 
 
 class Predictors:
@@ -48,7 +58,9 @@ class Predictors:
             _checked_rank(file, path, config) for file, path in zip(self._files, paths, strict=True)
         ]
         settings = _read_settings(directory / "config.json")
-        self.sparse_threshold = _threshold(settings, directory)
+        self.sparse_threshold = _number(settings, "sparse_threshold", directory) or 0.0
+        self.exact_layers = _exact_layers(settings, directory, config.n_layers)
+        self.measured = _measured(settings, directory, self.exact_layers)
         self.source_sha256 = str(settings.get("source_sha256") or "")
 
     def entry(self, layer: int, name: str) -> Entry:
@@ -102,12 +114,43 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _threshold(settings: dict[str, Any], directory: Path) -> float:
-    threshold = settings.get("sparse_threshold", 0.0)
-    is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
-    if not (is_number and abs(threshold) < _MAX_THRESHOLD):
+def _number(settings: dict[str, Any], name: str, directory: Path) -> float | None:
+    number = settings.get(name)
+    if number is None:
+        return None
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not (is_number and abs(number) < _FLOAT32_MAX):
         raise PiError(
-            f"{directory / 'config.json'}: sparse_threshold is {threshold!r:.40}, not a finite number",
-            hint="a neuron is active where its logit is at least this",
+            f"{directory / 'config.json'}: {name} is {number!r:.40}, not a finite number",
+            hint="correct it, or remove it",
         )
-    return float(threshold)
+    return float(number)
+
+
+def _exact_layers(settings: dict[str, Any], directory: Path, n_layers: int) -> list[bool]:
+    flags = settings.get("exact_layers")
+    if flags is None:
+        return [False] * n_layers
+    if not (isinstance(flags, list) and len(flags) == n_layers) or set(map(type, flags)) != {bool}:
+        raise PiError(
+            f"{directory / 'config.json'}: exact_layers is not {n_layers} times true or false",
+            hint="are these predictors of another model?",
+        )
+    return flags
+
+
+def _measured(
+    settings: dict[str, Any], directory: Path, exact_layers: list[bool]
+) -> list[MetadataEntry]:
+    """Return the keys of what config.json says of the predictors."""
+    entries = []
+    if any(exact_layers):
+        key = Key.PREDICTOR_EXACT_LAYERS
+        entries.append(MetadataEntry(key, ValueType.ARRAY, exact_layers, ValueType.BOOL))
+    if isinstance(settings.get("target"), str):
+        entries.append(MetadataEntry(Key.PREDICTOR_TARGET, ValueType.STRING, settings["target"]))
+    for name, key in _MEASURED.items():
+        number = _number(settings, name, directory)
+        if number is not None:
+            entries.append(MetadataEntry(key, ValueType.FLOAT32, number))
+    return entries

@@ -11,6 +11,7 @@ from safetensors.numpy import save
 from powerinfer_toolkit.convert.activations import (
     COUNTS,
     PERMUTATION,
+    UNION_DENSITY,
     Statistics,
     read_statistics,
 )
@@ -55,6 +56,8 @@ def write_sidecar(
     if statistics.tokens is not None:
         metadata["tokens"] = str(statistics.tokens)
     arrays = {COUNTS: statistics.counts, PERMUTATION: permutation}
+    if statistics.union_density is not None:
+        arrays[UNION_DENSITY] = statistics.union_density
     path.write_bytes(save(arrays, metadata))  # save_file would make it unreadable for others
 
 

@@ -15,18 +15,23 @@ from powerinfer_toolkit.convert.gguf_keys import PackedKey
 from powerinfer_toolkit.convert.parameters import Parameter
 from powerinfer_toolkit.gguf_format import Dialect, NeuronOrder
 from powerinfer_toolkit.tokenizer_format import TokenizerModel
+from powerinfer_toolkit.tokenizer_keys import MetadataEntry
 
 
 class PredictorWeights(Protocol):
     """The predictors of every layer: fc1 [rank, n_embd] and fc2 [n_ff, rank], read one at a time.
 
     `ranks` has one rank a layer. Rows of a source's own fc2 are numbered as its neurons, of others as the
-    checkpoint's. `source_sha256` is the hash of the weights they were trained for, "" if unsaid.
+    checkpoint's. `source_sha256` is the hash of the weights they were trained for, "" if unsaid. `exact_layers`
+    says whose predictors are all zero: predicted mode computes these layers exactly. `measured` has the keys of
+    what their training measured, none where the source has them itself.
     """
 
     ranks: list[int]
     sparse_threshold: float
     source_sha256: str
+    exact_layers: list[bool]
+    measured: list[MetadataEntry]
     origins: dict[str, Origin]
 
     def entry(self, layer: int, name: str) -> Entry:
