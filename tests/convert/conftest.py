@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from powerinfer_toolkit.convert.conversion import prepare
 from powerinfer_toolkit.convert.outtypes import OutType
 from powerinfer_toolkit.convert.settings import ConvertSettings
 
+RUN = "import sys; from powerinfer_toolkit.convert.cli import main; sys.exit(main(sys.argv[1:]))"
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -34,7 +37,6 @@ TINY: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-RELU = {"hidden_act": "relu"}
 UPSTREAM = {"hidden_act": "relu", "intermediate_size": 1024, "hidden_size": 32}
 
 
@@ -243,6 +245,63 @@ def pi_convert(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, s
         return code, captured.out, captured.err
 
     return run
+
+
+def listing(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_size for path in sorted(folder.rglob("*"))}
+
+
+def check_refusal(code: int, err: str, want: int) -> None:
+    assert code == want, err
+    for label in ("error: ", "hint: "):
+        assert len([line for line in err.splitlines() if line.startswith(label)]) == 1, err
+    assert "Traceback" not in err
+
+
+@pytest.fixture
+def refused(pi_convert: Callable[..., tuple[int, str, str]], tmp_path: Path) -> Callable[..., str]:
+    """refused(arguments..., code=1) -> stderr: one error, one hint, nothing on stdout or on the disk."""
+
+    def run(*arguments: object, code: int = 1) -> str:
+        before = listing(tmp_path)
+        got, out, err = pi_convert(*arguments)
+        check_refusal(got, err, code)
+        assert out == ""
+        assert listing(tmp_path) == before
+        return err
+
+    return run
+
+
+@pytest.fixture
+def child_refused(tmp_path: Path) -> Callable[..., str]:
+    """As refused(), in a process of its own; `prelude` is Python to run before, options are subprocess.run's."""
+
+    def run(*arguments: object, prelude: str = "", **options: Any) -> str:
+        before = listing(tmp_path)
+        command = [sys.executable, "-c", prelude + RUN, *map(str, arguments)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=120, **options
+        )
+        check_refusal(done.returncode, done.stderr, 1)
+        assert listing(tmp_path) == before
+        return done.stderr
+
+    return run
+
+
+@pytest.fixture
+def model(
+    checkpoint: Callable[..., TinyCheckpoint],
+    converted: Callable[..., GgufFile],
+    predictor_dir: Callable[..., Path],
+    tmp_path: Path,
+) -> Path:
+    """A small sparse model file with predictors, in the extended dialect."""
+    source = checkpoint({"hidden_act": "relu", "num_hidden_layers": 1, "vocab_size": 262})
+    path = tmp_path / "model.gguf"
+    converted(source, output=path, predictors=predictor_dir(source), outtype="q4_0")
+    return path
 
 
 @pytest.fixture

@@ -14,24 +14,6 @@ LLAMA3 = {
 }
 
 
-@pytest.fixture
-def refused(pi_convert, tmp_path):
-    """refused(arguments..., code=1) -> stderr; checks that nothing was written and no traceback shown."""
-
-    def run(*arguments, code=1):
-        before = sorted(tmp_path.rglob("*"))
-        got, out, err = pi_convert(*arguments)
-        assert got == code, err
-        assert out == ""
-        for label in ("error: ", "hint: "):
-            assert len([line for line in err.splitlines() if line.startswith(label)]) == 1, err
-        assert "Traceback" not in err
-        assert sorted(tmp_path.rglob("*")) == before
-        return err
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
