@@ -86,9 +86,7 @@ def encode(
     return Encoded(data, peak, n_nonfinite)
 
 
-def _in_range(
-    data: Array, tensor_type: TensorType, rows: NDArray[np.float32], peak: float
-) -> bool:
+def _in_range(data: Array, tensor_type: TensorType, rows: NDArray[np.float32], peak: float) -> bool:
     """Return whether what was finite stays finite."""
     if is_packed(tensor_type) and peak > _MOST_PACKED:
         return False
