@@ -1,4 +1,4 @@
-"""Every shape and rope kind that pi-convert writes as a dense file runs in llama.cpp (about 3 s)."""
+"""Every shape and rope kind that pi-convert writes as a dense file runs in llama.cpp (about 8 s)."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import parity.reference
-from parity.closeness import log_softmax
+from parity.closeness import log_softmax, relative_l2
 from parity.reference import Reference
 from powerinfer_toolkit.convert.conversion import prepare
 from powerinfer_toolkit.convert.outtypes import OutType
@@ -36,13 +36,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_dense_files_in_llama_cpp(checkpoint, tmp_path, case):
-    output = tmp_path / "out.gguf"
-    prepare(ConvertSettings(str(checkpoint(CASES[case]).path), output, OutType.F32)).write()
-    prompts = np.random.default_rng(4).integers(0, 300, (30, 20)).tolist()
+def next_logprobs(model: Path, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    """Prompts with llama.cpp's log-probabilities after them, where it says any.
+
+    It says nothing where the likeliest token is half a UTF-8 character.
+    """
     done = subprocess.run(
-        [sys.executable, str(PEER), str(output)],
+        [sys.executable, str(PEER), str(model)],
         input=json.dumps(prompts),
         capture_output=True,
         text=True,
@@ -50,12 +50,38 @@ def test_dense_files_in_llama_cpp(checkpoint, tmp_path, case):
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    # The peer says nothing where the likeliest token is half a UTF-8 character.
     answers = [(p, a) for p, a in zip(prompts, json.loads(done.stdout), strict=True) if a]
     assert len(answers) >= 3
+    return answers
+
+
+PROMPTS = np.random.default_rng(4).integers(0, 300, (30, 20)).tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dense_files_in_llama_cpp(checkpoint, tmp_path, case):
+    output = tmp_path / "out.gguf"
+    prepare(ConvertSettings(str(checkpoint(CASES[case]).path), output, OutType.F32)).write()
     reference = Reference.load(output)
-    for prompt, answer in answers:
+    for prompt, answer in next_logprobs(output, PROMPTS):
         # float32 sums of up to 96 terms through two layers on one side: eps x sqrt(n) x depth x |logit|,
         # 6e-8 x 10 x 10 x 5
         want = log_softmax(reference.logits(prompt)[-1])
         np.testing.assert_allclose(answer, want, atol=3e-5)
+
+
+@pytest.mark.parametrize("outtype", ["q4_k_m", "q3_k_m", "q2_k", "q6_k", "q5_k", "iq4_nl", "q5_0"])
+def test_quantised_files_in_llama_cpp(checkpoint, tmp_path, outtype):
+    """Mixtures too: the peer reads every type as gguf-py does, from which the reference has its weights."""
+    output = tmp_path / "out.gguf"
+    source = checkpoint({"hidden_size": 256, "intermediate_size": 512})
+    prepare(ConvertSettings(str(source.path), output, OutType(outtype))).write()
+    reference = Reference.load(output)
+    # It rounds the input of every product to int8 in blocks of 32 or 256: a step of peak / 127, where the peak of
+    # 256 normal numbers is about 2.8 deviations, so 2.8 / 127 / sqrt(12) = 0.64%. Seven products in each of two
+    # layers and the head: sqrt(15) x 0.64% = 2.5% of the logits if they add up at random.
+    answers = next_logprobs(output, PROMPTS)
+    want = np.stack([reference.logits(prompt)[-1] for prompt, _ in answers])
+    got = np.stack([answer for _, answer in answers])
+    got, want = (x - x.mean(axis=1, keepdims=True) for x in (got, want))  # softmax lets shifts free
+    assert relative_l2(got, want) < 4e-2
