@@ -2,6 +2,8 @@
 
 #include "status.h"
 
+#include <cmath>
+
 namespace pi {
 namespace {
 
@@ -31,8 +33,13 @@ const Family &find_family(const std::string &architecture) {
             return family;
         names += (names.empty() ? "" : ", ") + std::string(family.architecture);
     }
-    throw Error(PI_FAILURE, "architecture '" + architecture + "' is not supported",
+    throw Error(PI_FAILURE, "architecture " + quoted(architecture) + " is not supported",
                 "this version runs: " + names);
+}
+
+[[noreturn]] void throw_unsupported(const std::string &key) {
+    throw Error(PI_FAILURE, "the key " + key + " asks for something that this version does not compute",
+                "use a plain Llama model");
 }
 
 class Keys {
@@ -51,8 +58,8 @@ class Keys {
     float positive(const char *name, std::optional<float> otherwise = {}) const {
         const auto value = file_.get_f32(prefix_ + name);
         const float number = value.value_or(otherwise.value_or(0));
-        if (!(number > 0))
-            throw_bad_file("metadata key " + prefix_ + name + " is missing or not positive");
+        if (!(number > 0) || !std::isfinite(number))
+            throw_bad_file("metadata key " + prefix_ + name + " is missing or no positive number");
         return number;
     }
 
@@ -82,16 +89,52 @@ void read_attention(const Gguf &file, const Keys &keys, ModelConfig &config) {
         throw_bad_file("attention.value_length differs from attention.key_length, which is not supported");
     if (config.n_rot > config.head_dim || config.n_rot % 2 != 0)
         throw_bad_file("rope.dimension_count is odd or larger than a head");
+    const float own_scale = 1 / std::sqrt(static_cast<float>(config.head_dim));
+    const float scale = file.get_f32(config.architecture + ".attention.scale").value_or(0);
+    if (scale != 0 && !(std::abs(scale - own_scale) <= 1e-6f))
+        throw_unsupported(config.architecture + ".attention.scale");
 }
 
+// Older files have only the factor, some of them under its first name.
 void read_rope_scaling(const Gguf &file, const Keys &keys, ModelConfig &config) {
-    const auto kind = file.get_string(config.architecture + ".rope.scaling.type").value_or("none");
+    const std::string prefix = config.architecture + ".rope.";
+    const bool old_name = file.find(prefix + "scaling.factor") == nullptr;
+    const char *factor = old_name ? "rope.scale_linear" : "rope.scaling.factor";
+    const bool scaled = file.find(config.architecture + "." + factor) != nullptr;
+    const auto kind = file.get_string(prefix + "scaling.type").value_or(scaled ? "linear" : "none");
     if (kind == "linear") {
-        config.rope_scale = 1 / keys.positive("rope.scaling.factor");
+        config.rope_scale = 1 / keys.positive(factor);
+        if (!std::isfinite(config.rope_scale))
+            throw_bad_file("the rope scaling factor is out of range");
     } else if (kind != "none") {
-        throw Error(PI_FAILURE, "rope scaling '" + kind + "' is not supported",
+        throw Error(PI_FAILURE, "rope scaling " + quoted(kind) + " is not supported",
                     "supported: none, linear, and Llama 3's factors (tensor rope_freqs.weight)");
     }
+}
+
+// Keys with which other engines compute something else; each is neutral at the value beside it.
+void refuse_other_functions(const Gguf &file, const std::string &architecture) {
+    constexpr struct {
+        const char *name;
+        float neutral;
+    } scales[] = {{"logit_scale", 1},
+                  {"embedding_scale", 1},
+                  {"residual_scale", 1},
+                  {"attention.clamp_kqv", 0},
+                  {"attn_logit_softcapping", 0},
+                  {"final_logit_softcapping", 0},
+                  {"attention.max_alibi_bias", 0},
+                  {"rope.scaling.attn_factor", 1}};
+    for (const auto &[name, neutral] : scales) {
+        const std::string key = architecture + "." + name;
+        if (file.get_f32(key).value_or(neutral) != neutral)
+            throw_unsupported(key);
+    }
+    if (file.get_u32(architecture + ".attention.causal").value_or(1) == 0)
+        throw Error(PI_FAILURE, "the model's attention is not causal: it does not generate text",
+                    "use a text generation model");
+    if (file.get_u32(architecture + ".expert_count").value_or(0) > 0)
+        throw Error(PI_FAILURE, "mixture-of-experts models are not supported", "use a dense model");
 }
 
 Activation parse_activation(const std::string &name) {
@@ -99,8 +142,17 @@ Activation parse_activation(const std::string &name) {
         return Activation::silu;
     if (name == "relu")
         return Activation::relu;
-    throw Error(PI_FAILURE, "powerinfer.activation is '" + name + "', which this version does not know",
+    throw Error(PI_FAILURE, "powerinfer.activation is " + quoted(name) + ", which this version does not know",
                 "known: silu, relu; a newer toolkit may read this file");
+}
+
+// One layer with a predictor promises one in every layer; find_weights misses those that are not there.
+bool has_predictors(const Gguf &file) {
+    for (const TensorView &tensor : file.tensors()) {
+        if (tensor.name.ends_with(".fc1.weight") || tensor.name.ends_with(".fc2.weight"))
+            return true;
+    }
+    return false;
 }
 
 std::vector<bool> read_exact_layers(const Gguf &file, uint32_t n_layers) {
@@ -115,7 +167,7 @@ std::vector<bool> read_exact_layers(const Gguf &file, uint32_t n_layers) {
 
 void read_ffn(const Gguf &file, const Family &family, ModelConfig &config) {
     config.sparse_layout = file.find_tensor("blk.0.ffn_down_t.weight") != nullptr;
-    config.has_predictors = file.find_tensor("blk.0.fc1.weight") != nullptr;
+    config.has_predictors = has_predictors(file);
     const auto named = file.get_string("powerinfer.activation");
     if (file.powerinfer_magic() && !config.sparse_layout)
         throw_bad_file("the file has PowerInfer's magic but no ffn_down_t tensors");
@@ -140,6 +192,10 @@ ModelConfig read_config(const Gguf &file) {
                     "the file has PowerInfer format version " + std::to_string(version) +
                         "; this version reads up to " + std::to_string(known_format_version),
                     "update powerinfer-toolkit");
+    const uint32_t n_parts = file.get_u32("split.count").value_or(1);
+    if (n_parts > 1)
+        throw Error(PI_FAILURE, "the file is one of the " + std::to_string(n_parts) + " parts of a model",
+                    "put the parts together first: llama-gguf-split --merge");
     const auto architecture = file.get_string("general.architecture");
     if (!architecture)
         throw_bad_file("metadata key general.architecture is missing");
@@ -160,8 +216,7 @@ ModelConfig read_config(const Gguf &file) {
     read_attention(file, keys, config);
     read_rope_scaling(file, keys, config);
     read_ffn(file, family, config);
-    if (file.get_u32(config.architecture + ".expert_count").value_or(0) > 0)
-        throw Error(PI_FAILURE, "mixture-of-experts models are not supported", "use a dense model");
+    refuse_other_functions(file, config.architecture);
 
     const TensorView *embedding = file.find_tensor("token_embd.weight");
     if (embedding == nullptr)

@@ -3,9 +3,11 @@
 #include "status.h"
 #include "types.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 namespace pi {
 namespace {
@@ -23,6 +25,12 @@ T load(const uint8_t *data) {
     std::memcpy(&value, data, sizeof(T));
     return value;
 }
+
+bool is_control(char c) {
+    return static_cast<unsigned char>(c) < 0x20 || c == 0x7f;
+}
+
+} // namespace
 
 // A cursor that cannot leave the file.
 class Reader {
@@ -45,7 +53,10 @@ class Reader {
         const auto view = string();
         if (view.empty() || view.size() > max_name_bytes)
             throw_bad_file(std::string(what) + " of bad length");
-        return {reinterpret_cast<const char *>(view.data()), view.size()};
+        std::string name(reinterpret_cast<const char *>(view.data()), view.size());
+        if (std::any_of(name.begin(), name.end(), is_control))
+            throw_bad_file(std::string(what) + " with control characters");
+        return name;
     }
     uint64_t position() const { return position_; }
     uint64_t remaining() const { return file_.size() - position_; }
@@ -54,6 +65,8 @@ class Reader {
     std::span<const uint8_t> file_;
     uint64_t position_ = 0;
 };
+
+namespace {
 
 uint64_t scalar_bytes(ValueType type) {
     switch (type) {
@@ -106,12 +119,6 @@ Value read_value(Reader &reader) {
     return {type, type, 1, reader.take(scalar_bytes(type))};
 }
 
-struct TensorHeader {
-    TensorView view;
-    uint64_t offset;
-    uint64_t n_bytes;
-};
-
 uint64_t checked_bytes(const TensorView &tensor) {
     const TypeInfo &type = type_info(tensor.type, tensor.name);
     if (tensor.shape[0] % type.block_elements != 0)
@@ -130,22 +137,20 @@ uint64_t checked_bytes(const TensorView &tensor) {
     return n_bytes;
 }
 
-TensorHeader read_tensor_header(Reader &reader) {
-    TensorHeader header{};
-    header.view.name = reader.name("a tensor name");
+TensorView read_tensor(Reader &reader) {
+    TensorView tensor{};
+    tensor.name = reader.name("a tensor name");
     const auto n_dims = reader.number<uint32_t>();
     if (n_dims == 0 || n_dims > max_dims)
-        throw_bad_file("tensor " + header.view.name + " has a bad rank");
+        throw_bad_file("tensor " + tensor.name + " has a bad rank");
     for (uint32_t i = 0; i < n_dims; ++i)
-        header.view.shape.push_back(reader.number<uint64_t>());
-    header.view.type = reader.number<uint32_t>();
-    header.offset = reader.number<uint64_t>();
-    header.n_bytes = checked_bytes(header.view);
-    return header;
+        tensor.shape.push_back(reader.number<uint64_t>());
+    tensor.type = reader.number<uint32_t>();
+    tensor.offset = reader.number<uint64_t>();
+    return tensor;
 }
 
-template <typename T>
-[[noreturn]] void throw_bad_value(std::string_view key, T wanted) {
+[[noreturn]] void throw_bad_value(std::string_view key, const char *wanted) {
     throw_bad_file("metadata key " + std::string(key) + " is not " + wanted);
 }
 
@@ -173,21 +178,33 @@ int64_t integer(std::string_view key, const Value &value) {
     }
 }
 
+// Versions from 1 on are small numbers; the other byte order shows them in the upper half.
+void check_version(uint32_t version) {
+    if (version == 2 || version == 3)
+        return;
+    if (version != 0 && version % (1u << 16) == 0)
+        throw Error(PI_FAILURE, "the GGUF file is big-endian, which is not supported",
+                    "convert it for a little-endian machine");
+    throw Error(PI_FAILURE, "GGUF version " + std::to_string(version) + " is not supported",
+                "supported: 2 and 3; convert the model with a newer converter");
+}
+
 } // namespace
 
 Gguf::Gguf(std::span<const uint8_t> file) {
     Reader reader(file);
+    read_header(reader);
+    place_tensors(file, reader.position());
+}
+
+void Gguf::read_header(Reader &reader) {
     const auto magic = reader.take(4);
     powerinfer_magic_ = std::memcmp(magic.data(), "PWRI", 4) == 0;
     if (!powerinfer_magic_ && std::memcmp(magic.data(), "GGUF", 4) != 0)
         throw_bad_file("this is no GGUF file: it starts with neither GGUF nor PWRI");
-    const auto version = reader.number<uint32_t>();
-    if (version != 2 && version != 3)
-        throw_bad_file("GGUF version " + std::to_string(version) + " is not supported (2 and 3 are)");
+    check_version(reader.number<uint32_t>());
     const auto n_tensors = reader.number<uint64_t>();
     const auto n_keys = reader.number<uint64_t>();
-
-    // The counts come from the file: vectors grow as elements are really read, nothing is reserved.
     for (uint64_t i = 0; i < n_keys; ++i) {
         std::string name = reader.name("a metadata key");
         const Value value = read_value(reader);
@@ -195,36 +212,37 @@ Gguf::Gguf(std::span<const uint8_t> file) {
             throw_bad_file("metadata key " + name + " appears twice");
         keys_.emplace_back(std::move(name), value);
     }
-    std::vector<TensorHeader> headers;
-    for (uint64_t i = 0; i < n_tensors; ++i)
-        headers.push_back(read_tensor_header(reader));
+    for (uint64_t i = 0; i < n_tensors; ++i) {
+        tensors_.push_back(read_tensor(reader));
+        if (!tensor_index_.emplace(tensors_.back().name, i).second)
+            throw_bad_file("tensor " + tensors_.back().name + " appears twice");
+    }
+}
 
+void Gguf::place_tensors(std::span<const uint8_t> file, uint64_t header_bytes) {
     const uint64_t alignment = get_u32("general.alignment").value_or(default_alignment);
     if (alignment < 8 || alignment > max_alignment || !std::has_single_bit(alignment))
         throw_bad_file("general.alignment is " + std::to_string(alignment) +
-                       ", not a power of two from 8 on");
-    const uint64_t data_begin = (reader.position() + alignment - 1) / alignment * alignment;
+                       ", not a power of two from 8 to " + std::to_string(max_alignment));
+    const uint64_t data_begin = (header_bytes + alignment - 1) / alignment * alignment;
     const uint64_t data_bytes = file.size() > data_begin ? file.size() - data_begin : 0;
-    for (TensorHeader &header : headers) {
-        const std::string &name = header.view.name;
-        if (header.offset % alignment != 0)
-            throw_bad_file("tensor " + name + " is not aligned");
-        if (header.offset > data_bytes || header.n_bytes > data_bytes - header.offset)
-            throw_bad_file("the model file is truncated: tensor " + name + " ends beyond it");
-        header.view.bytes = file.subspan(data_begin + header.offset, header.n_bytes);
-        if (!tensor_index_.emplace(name, tensors_.size()).second)
-            throw_bad_file("tensor " + name + " appears twice");
-        tensors_.push_back(std::move(header.view));
+    for (TensorView &tensor : tensors_) {
+        const uint64_t n_bytes = checked_bytes(tensor);
+        if (tensor.offset % alignment != 0)
+            throw_bad_file("tensor " + tensor.name + " is not aligned");
+        if (tensor.offset > data_bytes || n_bytes > data_bytes - tensor.offset)
+            throw_bad_file("the model file is truncated: tensor " + tensor.name + " ends beyond it");
+        tensor.bytes = file.subspan(data_begin + tensor.offset, n_bytes);
     }
 }
 
 const Value *Gguf::find(std::string_view key) const {
-    const auto found = key_index_.find(std::string(key));
+    const auto found = key_index_.find(key);
     return found == key_index_.end() ? nullptr : &keys_[found->second].second;
 }
 
 const TensorView *Gguf::find_tensor(std::string_view name) const {
-    const auto found = tensor_index_.find(std::string(name));
+    const auto found = tensor_index_.find(name);
     return found == tensor_index_.end() ? nullptr : &tensors_[found->second];
 }
 
@@ -242,17 +260,17 @@ std::optional<float> Gguf::get_f32(std::string_view key) const {
     const Value *value = find(key);
     if (value == nullptr)
         return std::nullopt;
-    float number = 0;
+    double number = 0;
     if (value->type == ValueType::f32) {
-        number = load<float>(value->bytes.data());
+        number = static_cast<double>(load<float>(value->bytes.data()));
     } else if (value->type == ValueType::f64) {
-        number = static_cast<float>(load<double>(value->bytes.data()));
+        number = load<double>(value->bytes.data());
     } else {
         throw_bad_value(key, "a floating-point number");
     }
-    if (std::isnan(number))
-        throw_bad_value(key, "a number");
-    return number;
+    if (std::isnan(number) || (std::isfinite(number) && std::abs(number) > std::numeric_limits<float>::max()))
+        throw_bad_value(key, "a single-precision number");
+    return static_cast<float>(number);
 }
 
 std::optional<std::string> Gguf::get_string(std::string_view key) const {

@@ -3,11 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
 
 namespace pi {
@@ -40,10 +41,13 @@ struct TensorView {
     std::string name;
     uint32_t type;
     std::vector<uint64_t> shape; // contiguous dimension first
+    uint64_t offset;             // of the data, from the beginning of the data section
     std::span<const uint8_t> bytes;
 
     uint64_t dim(size_t i) const { return i < shape.size() ? shape[i] : 1; }
 };
+
+class Reader;
 
 class Gguf {
   public:
@@ -51,8 +55,8 @@ class Gguf {
     explicit Gguf(std::span<const uint8_t> file);
 
     bool powerinfer_magic() const { return powerinfer_magic_; }
-    const std::vector<std::pair<std::string, Value>> &keys() const { return keys_; }
-    const std::vector<TensorView> &tensors() const { return tensors_; }
+    const std::deque<std::pair<std::string, Value>> &keys() const { return keys_; }
+    const std::deque<TensorView> &tensors() const { return tensors_; }
     const Value *find(std::string_view key) const;
     const TensorView *find_tensor(std::string_view name) const;
 
@@ -62,11 +66,16 @@ class Gguf {
     std::optional<std::string> get_string(std::string_view key) const;
 
   private:
+    void read_header(Reader &reader);
+    void place_tensors(std::span<const uint8_t> file, uint64_t header_bytes);
+
+    // Counts come from the file, so nothing is sized by them: these containers grow in small pieces, and a
+    // tree, unlike a hash table, has no bad case that a stranger could write down.
     bool powerinfer_magic_ = false;
-    std::vector<std::pair<std::string, Value>> keys_;
-    std::vector<TensorView> tensors_;
-    std::unordered_map<std::string, size_t> key_index_;
-    std::unordered_map<std::string, size_t> tensor_index_;
+    std::deque<std::pair<std::string, Value>> keys_;
+    std::deque<TensorView> tensors_;
+    std::map<std::string, size_t, std::less<>> key_index_;
+    std::map<std::string, size_t, std::less<>> tensor_index_;
 };
 
 } // namespace pi

@@ -94,7 +94,7 @@ void unguard(size_t slot) {
 }
 
 int open_file(const std::string &path) {
-    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); // a FIFO would wait for a writer
     if (fd < 0)
         throw_unreadable(path, std::strerror(errno));
     return fd;

@@ -25,6 +25,14 @@ void store(const char *message, const char *hint) noexcept {
 
 } // namespace
 
+std::string quoted(std::string_view text) {
+    constexpr size_t longest = 60;
+    std::string shown = "'";
+    for (const char c : text.substr(0, longest))
+        shown += c >= 0x20 && c < 0x7f ? c : '?';
+    return shown + (text.size() > longest ? "...'" : "'");
+}
+
 void throw_bad_file(const std::string &message) {
     throw Error(PI_FAILURE, message, "the file is damaged or not a model; download or convert it again");
 }

@@ -6,6 +6,7 @@
 
 #include <exception>
 #include <string>
+#include <string_view>
 
 namespace pi {
 
@@ -19,6 +20,10 @@ class Error : public std::exception {
     std::string message;
     std::string hint;
 };
+
+// Text out of a file as a message can carry it: in quotes, not longer than a line, nothing that a terminal
+// obeys.
+std::string quoted(std::string_view text);
 
 // A fault of the file, with the one hint that helps.
 [[noreturn]] void throw_bad_file(const std::string &message);

@@ -2,6 +2,8 @@
 
 #include "status.h"
 
+#include <set>
+
 namespace pi {
 namespace {
 
@@ -16,36 +18,48 @@ class Finder {
   public:
     explicit Finder(const Gguf &file) : file_(file) {}
 
-    Matrix matrix(const std::string &name, uint64_t n_rows, uint64_t n_cols) const {
-        const TensorView *tensor = file_.find_tensor(name);
-        if (tensor == nullptr)
-            throw_bad_file("tensor " + name + " is missing");
-        return checked(*tensor, n_rows, n_cols);
+    Matrix matrix(const std::string &name, uint64_t n_rows, uint64_t n_cols) {
+        return checked(found(name), n_rows, n_cols);
     }
     // The number of rows is the tensor's own.
-    Matrix matrix(const std::string &name, uint64_t n_cols) const {
-        const TensorView *tensor = file_.find_tensor(name);
-        if (tensor == nullptr)
-            throw_bad_file("tensor " + name + " is missing");
-        return checked(*tensor, tensor->dim(1), n_cols);
+    Matrix matrix(const std::string &name, uint64_t n_cols) {
+        const TensorView &tensor = found(name);
+        return checked(tensor, tensor.dim(1), n_cols);
     }
-    const float *vector(const std::string &name, uint64_t n) const {
+    const float *vector(const std::string &name, uint64_t n) {
         const float *data = optional_vector(name, n);
         if (data == nullptr)
             throw_bad_file("tensor " + name + " is missing");
         return data;
     }
-    const float *optional_vector(const std::string &name, uint64_t n) const {
+    const float *optional_vector(const std::string &name, uint64_t n) {
         const TensorView *tensor = file_.find_tensor(name);
         if (tensor == nullptr)
             return nullptr;
+        used_.insert(tensor);
         if (tensor->type != PI_TYPE_F32 || tensor->shape.size() != 1 || tensor->dim(0) != n)
             throw_bad_file("tensor " + name + " is " + type_info(tensor->type).name + " " +
                            shape_text(*tensor) + ", not F32 [" + std::to_string(n) + "]");
         return reinterpret_cast<const float *>(tensor->bytes.data());
     }
 
+    // A tensor that nothing asked for: the file means another function than is computed here.
+    void require_all_used() const {
+        for (const TensorView &tensor : file_.tensors()) {
+            if (!used_.contains(&tensor))
+                throw Error(PI_FAILURE, "this version has no use for tensor " + tensor.name,
+                            "the model computes something that this version does not");
+        }
+    }
+
   private:
+    const TensorView &found(const std::string &name) {
+        const TensorView *tensor = file_.find_tensor(name);
+        if (tensor == nullptr)
+            throw_bad_file("tensor " + name + " is missing");
+        used_.insert(tensor);
+        return *tensor;
+    }
     static Matrix checked(const TensorView &tensor, uint64_t n_rows, uint64_t n_cols) {
         if (tensor.shape.size() != 2 || tensor.dim(0) != n_cols || tensor.dim(1) != n_rows)
             throw_bad_file("tensor " + tensor.name + " has shape " + shape_text(tensor) + ", not [" +
@@ -60,10 +74,10 @@ class Finder {
     }
 
     const Gguf &file_;
+    std::set<const TensorView *> used_;
 };
 
-void find_attention(const Finder &find, const ModelConfig &config, const std::string &prefix,
-                    LayerWeights &layer) {
+void find_attention(Finder &find, const ModelConfig &config, const std::string &prefix, LayerWeights &layer) {
     const uint32_t n_embd = config.n_embd;
     layer.attn_norm = find.vector(prefix + "attn_norm.weight", n_embd);
     layer.q = find.matrix(prefix + "attn_q.weight", config.n_embd_q(), n_embd);
@@ -76,7 +90,7 @@ void find_attention(const Finder &find, const ModelConfig &config, const std::st
     layer.attn_output_bias = find.optional_vector(prefix + "attn_output.bias", n_embd);
 }
 
-void find_ffn(const Finder &find, const ModelConfig &config, const std::string &prefix, LayerWeights &layer) {
+void find_ffn(Finder &find, const ModelConfig &config, const std::string &prefix, LayerWeights &layer) {
     layer.ffn_norm = find.vector(prefix + "ffn_norm.weight", config.n_embd);
     layer.gate = find.matrix(prefix + "ffn_gate.weight", config.n_ff, config.n_embd);
     layer.up = find.matrix(prefix + "ffn_up.weight", config.n_ff, config.n_embd);
@@ -136,7 +150,7 @@ bool Weights::all_float32() const {
 }
 
 Weights find_weights(const Gguf &file, const ModelConfig &config) {
-    const Finder find(file);
+    Finder find(file);
     Weights weights;
     weights.embedding = find.matrix("token_embd.weight", config.n_vocab, config.n_embd);
     weights.head =
@@ -150,6 +164,7 @@ Weights find_weights(const Gguf &file, const ModelConfig &config) {
         find_ffn(find, config, prefix, layer);
         weights.layers.push_back(std::move(layer));
     }
+    find.require_all_used();
     return weights;
 }
 
