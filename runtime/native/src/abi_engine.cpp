@@ -3,6 +3,16 @@
 #include "sampler.h"
 #include "status.h"
 
+namespace {
+
+void draw(pi_sampler &sampler, const float *logits, uint32_t n_vocab, int32_t *token, float *logprob) {
+    *token = sampler.sample(logits, n_vocab);
+    if (logprob != nullptr)
+        *logprob = pi::log_probability(logits, n_vocab, *token);
+}
+
+} // namespace
+
 pi_status pi_engine_create(pi_model *model, const pi_plan *plan, pi_engine **out) {
     return pi::guarded([&] {
         pi::require(out, "out");
@@ -38,18 +48,20 @@ pi_status pi_engine_abort(pi_engine *engine) {
 
 pi_status pi_engine_logits(const pi_engine *engine, uint32_t *n_rows, const float **data) {
     return pi::guarded([&] {
-        const pi::Results &results = pi::require(engine, "engine").results();
-        pi::require(n_rows, "n_rows") =
-            static_cast<uint32_t>(results.logits.size() / engine->config().n_vocab);
-        pi::require(data, "data") = results.logits.data();
+        pi::require(engine, "engine").with_results([&](const pi::Results &results) {
+            pi::require(n_rows, "n_rows") =
+                static_cast<uint32_t>(results.logits.size() / engine->config().n_vocab);
+            pi::require(data, "data") = results.logits.data();
+        });
     });
 }
 
 pi_status pi_engine_logprobs(const pi_engine *engine, uint32_t *n, const float **data) {
     return pi::guarded([&] {
-        const pi::Results &results = pi::require(engine, "engine").results();
-        pi::require(n, "n") = static_cast<uint32_t>(results.logprobs.size());
-        pi::require(data, "data") = results.logprobs.data();
+        pi::require(engine, "engine").with_results([&](const pi::Results &results) {
+            pi::require(n, "n") = static_cast<uint32_t>(results.logprobs.size());
+            pi::require(data, "data") = results.logprobs.data();
+        });
     });
 }
 
@@ -60,12 +72,13 @@ pi_status pi_engine_set_recording(pi_engine *engine, uint32_t on) {
 pi_status pi_engine_fired(const pi_engine *engine, uint32_t *n_tokens, uint32_t *n_words,
                           const uint64_t **data) {
     return pi::guarded([&] {
-        const pi::Results &results = pi::require(engine, "engine").results();
-        if (results.fired.empty())
-            pi::throw_usage("nothing was recorded: call pi_engine_set_recording first");
-        pi::require(n_tokens, "n_tokens") = results.n_tokens;
-        pi::require(n_words, "n_words") = (engine->config().n_ff + 63) / 64;
-        pi::require(data, "data") = results.fired.data();
+        pi::require(engine, "engine").with_results([&](const pi::Results &results) {
+            if (results.fired.empty())
+                pi::throw_usage("nothing was recorded: call pi_engine_set_recording first");
+            pi::require(n_tokens, "n_tokens") = results.n_tokens;
+            pi::require(n_words, "n_words") = (engine->config().n_ff + 63) / 64;
+            pi::require(data, "data") = results.fired.data();
+        });
     });
 }
 
@@ -82,29 +95,36 @@ pi_status pi_engine_reset_stats(pi_engine *engine) {
 
 pi_status pi_kv_length(const pi_engine *engine, int32_t sequence, uint32_t *n_tokens) {
     return pi::guarded([&] {
-        auto &mutable_engine = const_cast<pi_engine &>(pi::require(engine, "engine"));
-        pi::require(n_tokens, "n_tokens") = mutable_engine.idle_cache().length(sequence);
+        pi::require(n_tokens, "n_tokens") = pi::require(engine, "engine").with_cache([&](const auto &cache) {
+            return cache.length(sequence);
+        });
     });
 }
 
 pi_status pi_kv_truncate(pi_engine *engine, int32_t sequence, uint32_t n_tokens) {
-    return pi::guarded([&] { pi::require(engine, "engine").idle_cache().truncate(sequence, n_tokens); });
+    return pi::guarded([&] {
+        pi::require(engine, "engine").with_cache([&](pi::KvCache &cache) {
+            cache.truncate(sequence, n_tokens);
+        });
+    });
 }
 
 pi_status pi_kv_copy(pi_engine *engine, int32_t from, int32_t to) {
-    return pi::guarded([&] { pi::require(engine, "engine").idle_cache().copy(from, to); });
+    return pi::guarded(
+        [&] { pi::require(engine, "engine").with_cache([&](pi::KvCache &cache) { cache.copy(from, to); }); });
 }
 
 pi_status pi_kv_save(const pi_engine *engine, int32_t sequence, void *data, uint64_t *n_bytes) {
     return pi::guarded([&] {
-        auto &cache = const_cast<pi_engine &>(pi::require(engine, "engine")).idle_cache();
-        const uint64_t needed = cache.saved_bytes(sequence);
-        if (data != nullptr) {
-            if (pi::require(n_bytes, "n_bytes") < needed)
-                pi::throw_usage("the buffer is too small for the sequence");
-            cache.save(sequence, static_cast<uint8_t *>(data));
-        }
-        pi::require(n_bytes, "n_bytes") = needed;
+        pi::require(engine, "engine").with_cache([&](const pi::KvCache &cache) {
+            const uint64_t needed = cache.saved_bytes(sequence);
+            if (data != nullptr) {
+                if (pi::require(n_bytes, "n_bytes") < needed)
+                    pi::throw_usage("the buffer is too small for the sequence");
+                cache.save(sequence, static_cast<uint8_t *>(data));
+            }
+            pi::require(n_bytes, "n_bytes") = needed;
+        });
     });
 }
 
@@ -113,7 +133,9 @@ pi_status pi_kv_load(pi_engine *engine, int32_t sequence, const void *data, uint
         const auto *bytes = static_cast<const uint8_t *>(data);
         if (bytes == nullptr)
             pi::throw_usage("data is NULL");
-        pi::require(engine, "engine").idle_cache().load(sequence, bytes, n_bytes);
+        pi::require(engine, "engine").with_cache([&](pi::KvCache &cache) {
+            cache.load(sequence, bytes, n_bytes);
+        });
     });
 }
 
@@ -137,22 +159,22 @@ pi_status pi_sampler_sample_logits(pi_sampler *sampler, const float *logits, uin
                                    float *logprob) {
     return pi::guarded([&] {
         pi::require(logits, "logits");
-        pi::require(token, "token") = pi::require(sampler, "sampler").sample(logits, n_vocab);
-        if (logprob != nullptr)
-            *logprob = pi::log_probability(logits, n_vocab, *token);
+        pi::require(token, "token");
+        draw(pi::require(sampler, "sampler"), logits, n_vocab, token, logprob);
     });
 }
 
 pi_status pi_sampler_sample(pi_sampler *sampler, const pi_engine *engine, uint32_t row, int32_t *token,
                             float *logprob) {
-    const float *logits = nullptr;
-    uint32_t n_vocab = 0;
-    const pi_status status = pi::guarded([&] {
-        const pi::Results &results = pi::require(engine, "engine").results();
-        n_vocab = engine->config().n_vocab;
-        if (row >= results.logits.size() / n_vocab)
-            pi::throw_usage("the last step has no such row of logits");
-        logits = results.logits.data() + uint64_t{row} * n_vocab;
+    return pi::guarded([&] {
+        pi::require(sampler, "sampler");
+        pi::require(token, "token");
+        pi::require(engine, "engine").with_results([&](const pi::Results &results) {
+            const uint32_t n_vocab = engine->config().n_vocab;
+            if (row >= results.logits.size() / n_vocab)
+                pi::throw_usage("the last step has no such row of logits");
+            const float *logits = results.logits.data() + uint64_t{row} * n_vocab;
+            draw(*sampler, logits, n_vocab, token, logprob);
+        });
     });
-    return status == PI_OK ? pi_sampler_sample_logits(sampler, logits, n_vocab, token, logprob) : status;
 }

@@ -38,24 +38,15 @@ pi_engine::~pi_engine() {
     driver_.join();
 }
 
-void pi_engine::require_idle() const {
-    const std::lock_guard lock(mutex_);
+std::unique_lock<std::mutex> pi_engine::lock_idle() const {
+    std::unique_lock lock(mutex_);
     if (finished_ != submitted_)
         pi::throw_usage("a step is still running: wait for it first");
-}
-
-pi::KvCache &pi_engine::idle_cache() {
-    require_idle();
-    return cache_;
-}
-
-const pi::Results &pi_engine::results() const {
-    require_idle();
-    return results_;
+    return lock;
 }
 
 void pi_engine::set_abort(pi_abort_fn callback, void *user) {
-    require_idle();
+    const auto lock = lock_idle();
     abort_callback_ = callback;
     abort_user_ = user;
 }
@@ -65,10 +56,8 @@ bool pi_engine::interrupted() const {
 }
 
 uint64_t pi_engine::submit(const pi_batch &batch) {
-    require_idle();
-    auto step = std::make_unique<pi::Step>(batch, model_.config, cache_, plan_.max_batch_tokens);
-    const std::lock_guard lock(mutex_);
-    step_ = std::move(step);
+    const auto lock = lock_idle();
+    step_ = std::make_unique<pi::Step>(batch, model_.config, cache_, plan_.max_batch_tokens);
     failure_ = nullptr;
     abort_requested_ = false;
     changed_.notify_all();
@@ -133,7 +122,7 @@ void pi_engine::run_step() {
 }
 
 pi_stats pi_engine::stats() const {
-    require_idle();
+    const auto lock = lock_idle();
     pi_stats stats{};
     stats.size = sizeof(stats);
     stats.n_threads = plan_.n_threads;
@@ -148,12 +137,12 @@ pi_stats pi_engine::stats() const {
 }
 
 void pi_engine::reset_stats() {
-    require_idle();
+    const auto lock = lock_idle();
     counts_ = {};
     n_tokens_ = 0;
 }
 
 void pi_engine::set_recording(bool on) {
-    require_idle();
+    const auto lock = lock_idle();
     recording_ = on;
 }

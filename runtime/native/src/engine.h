@@ -21,9 +21,23 @@ struct pi_engine {
     void abort() { abort_requested_ = true; }
     void set_abort(pi_abort_fn callback, void *user);
 
-    // The cache and the results belong to the caller between steps; throws pi::Error while one runs.
-    pi::KvCache &idle_cache();
-    const pi::Results &results() const;
+    // The cache and the results belong to the caller between steps: what needs them is called with them while
+    // no step can begin; throws pi::Error while one runs.
+    template <typename Function>
+    auto with_cache(const Function &function) {
+        const auto lock = lock_idle();
+        return function(cache_);
+    }
+    template <typename Function>
+    auto with_cache(const Function &function) const {
+        const auto lock = lock_idle();
+        return function(cache_);
+    }
+    template <typename Function>
+    auto with_results(const Function &function) const {
+        const auto lock = lock_idle();
+        return function(results_);
+    }
     const pi::ModelConfig &config() const { return model_.config; }
     pi_stats stats() const;
     void reset_stats();
@@ -32,7 +46,7 @@ struct pi_engine {
   private:
     void drive();
     void run_step();
-    void require_idle() const;
+    std::unique_lock<std::mutex> lock_idle() const;
     bool interrupted() const;
 
     const pi_model &model_;

@@ -33,19 +33,23 @@ uint32_t pages_for(uint32_t n_tokens) {
 
 } // namespace
 
-KvCache::KvCache(const KvShape &shape)
-    : shape_(shape), n_bytes_(total_bytes(shape)), tables_(shape.n_sequences), references_(shape.n_pages, 0) {
-    void *address = mmap(nullptr, n_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+Reservation::Reservation(uint64_t n_bytes) : n_bytes_(n_bytes) {
+    void *address = mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (address == MAP_FAILED)
-        throw Error(PI_DOES_NOT_FIT, "the KV cache of " + std::to_string(n_bytes_) + " bytes does not fit",
+        throw Error(PI_DOES_NOT_FIT, "the KV cache of " + std::to_string(n_bytes) + " bytes does not fit",
                     "lower -c or the number of sequences");
     data_ = static_cast<uint8_t *>(address);
-    for (uint32_t page = shape.n_pages; page > 0; --page)
-        free_pages_.push_back(page - 1);
 }
 
-KvCache::~KvCache() {
+Reservation::~Reservation() {
     munmap(data_, n_bytes_);
+}
+
+KvCache::KvCache(const KvShape &shape)
+    : shape_(shape), memory_(total_bytes(shape)), tables_(shape.n_sequences), references_(shape.n_pages, 0) {
+    free_pages_.reserve(shape.n_pages);
+    for (uint32_t page = shape.n_pages; page > 0; --page)
+        free_pages_.push_back(page - 1);
 }
 
 const KvCache::Table &KvCache::table(int32_t sequence) const {
@@ -56,7 +60,7 @@ const KvCache::Table &KvCache::table(int32_t sequence) const {
 }
 
 uint8_t *KvCache::head(uint32_t layer, uint32_t page, uint32_t kv_head) const {
-    return data_ + (uint64_t{layer} * shape_.n_pages + page) * shape_.layer_page_bytes() +
+    return memory_.data() + (uint64_t{layer} * shape_.n_pages + page) * shape_.layer_page_bytes() +
            kv_head * 2 * shape_.half_bytes();
 }
 

@@ -25,16 +25,30 @@ struct KvShape {
     uint64_t page_bytes() const { return n_layers * layer_page_bytes(); }
 };
 
+// Reserved address space; its memory is taken page by page as it is touched.
+class Reservation {
+  public:
+    // Throws Error (PI_DOES_NOT_FIT).
+    explicit Reservation(uint64_t n_bytes);
+    ~Reservation();
+    Reservation(const Reservation &) = delete;
+    Reservation &operator=(const Reservation &) = delete;
+
+    uint8_t *data() const { return data_; }
+    uint64_t n_bytes() const { return n_bytes_; }
+
+  private:
+    uint64_t n_bytes_;
+    uint8_t *data_;
+};
+
 class KvCache {
   public:
-    // Reserves address space for every page; memory is touched page by page. Throws Error (PI_DOES_NOT_FIT).
+    // Reserves room for every page. Throws Error (PI_DOES_NOT_FIT).
     explicit KvCache(const KvShape &shape);
-    ~KvCache();
-    KvCache(const KvCache &) = delete;
-    KvCache &operator=(const KvCache &) = delete;
 
     const KvShape &shape() const { return shape_; }
-    uint64_t n_bytes() const { return n_bytes_; }
+    uint64_t n_bytes() const { return memory_.n_bytes(); }
 
     uint32_t length(int32_t sequence) const { return table(sequence).length; }
     // Makes room for n more tokens and returns with the length unchanged; Error leaves the sequence as it
@@ -69,8 +83,7 @@ class KvCache {
     void make_writable(Table &table, size_t index);
 
     KvShape shape_;
-    uint64_t n_bytes_;
-    uint8_t *data_ = nullptr;
+    Reservation memory_; // first: what does not fit is refused before any list of pages is made
     std::vector<Table> tables_;
     std::vector<uint32_t> references_; // per page
     std::vector<uint32_t> free_pages_;

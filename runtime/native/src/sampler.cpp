@@ -4,12 +4,18 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace {
 
 void require_finite(const char *name, float value) {
     if (!std::isfinite(value))
         pi::throw_usage(std::string(name) + " is not a finite number");
+}
+
+[[noreturn]] void throw_not_finite() {
+    throw pi::Error(PI_FAILURE, "the model computed a logit that is no finite number",
+                    "the weights are damaged, or overflow in this type; try another --outtype");
 }
 
 // Descending logits; equal ones by token, so that the order never depends on the sorting algorithm.
@@ -59,12 +65,15 @@ int32_t pi_sampler::sample(const float *logits, uint32_t n_vocab) {
 
 void pi_sampler::fill_candidates(const float *logits, uint32_t n_vocab) {
     candidates_.clear();
+    bool possible = false;
     for (uint32_t i = 0; i < n_vocab; ++i) {
-        if (std::isnan(logits[i]))
-            throw pi::Error(PI_FAILURE, "the model computed a NaN logit",
-                            "the weights are damaged, or overflow in this type; try another --outtype");
+        if (!(logits[i] < std::numeric_limits<float>::infinity()))
+            throw_not_finite();
+        possible |= logits[i] > -std::numeric_limits<float>::infinity(); // -inf: a token that is ruled out
         candidates_.push_back({static_cast<int32_t>(i), logits[i]});
     }
+    if (!possible)
+        throw_not_finite();
 }
 
 // Keskar et al. 2019 (CTRL), section 4.1: logits of recent tokens are divided by the penalty, or multiplied
