@@ -71,10 +71,14 @@ def test_dense_files_in_llama_cpp(checkpoint, tmp_path, case):
 
 
 @pytest.mark.parametrize("outtype", ["q4_k_m", "q3_k_m", "q2_k", "q6_k", "q5_k", "iq4_nl", "q5_0"])
-def test_quantised_files_in_llama_cpp(checkpoint, tmp_path, outtype):
+def test_quantised_files_in_llama_cpp(checkpoint, write_tensors, tmp_path, outtype):
     """Mixtures too: the peer reads every type as gguf-py does, from which the reference has its weights."""
     output = tmp_path / "out.gguf"
     source = checkpoint({"hidden_size": 256, "intermediate_size": 512})
+    for name, values in source.tensors.items():
+        if "q_proj" in name:  # attention that hangs on one position would blow up every rounding
+            values *= 0.125
+    write_tensors(source.path / "model.safetensors", source.tensors)
     prepare(ConvertSettings(str(source.path), output, OutType(outtype))).write()
     reference = Reference.load(output)
     # It rounds the input of every product to int8 in blocks of 32 or 256: a step of peak / 127, where the peak of
