@@ -96,6 +96,7 @@ def _parse(fields: Fields) -> ModelConfig:
         n_ctx=fields.integer("max_position_embeddings", most=1 << 31),
         rms_eps=fields.positive("rms_norm_eps", 1e-6),
         activation=_activation(fields, arch),
+        activation_threshold=_activation_threshold(fields, arch),
         attention_bias=fields.flag("attention_bias"),
         tied_embeddings=fields.flag("tie_word_embeddings"),
         sliding_window=_sliding_window(fields) if mistral else 0,
@@ -139,6 +140,15 @@ def _activation(fields: Fields, arch: Architecture) -> Activation:
     if name not in arch.activations:
         raise _unsupported(fields, f"hidden_act {name!r}")
     return arch.activations[name]
+
+
+def _activation_threshold(fields: Fields, arch: Architecture) -> float:
+    """FATReLU as pi-relufy saves it: hidden_act relu and this key, which transformers ignores."""
+    if fields.get("activation_threshold") in (None, 0):
+        return 0.0
+    if _activation(fields, arch) is not Activation.RELU:
+        raise fields.error("activation_threshold belongs to hidden_act relu")
+    return fields.positive("activation_threshold")
 
 
 def _kv_heads(fields: Fields, n_heads: int, default: int) -> int:

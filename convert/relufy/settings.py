@@ -11,7 +11,10 @@ from powerinfer_toolkit.settings import setting
 
 
 class Variant(StrEnum):
-    """What becomes of the FFN: relu on the gate, the same above a threshold, relu on gate and up, nothing."""
+    """What becomes of the FFN: relu on the gate, the same above a threshold, relu on gate and up, nothing.
+
+    Nothing is for a control: the same data and losses without a sparsity term.
+    """
 
     REGLU = "reglu"
     FATRELU = "fatrelu"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from powerinfer_toolkit.convert.relufy.settings import RelufySettings, Schedule, Stage
+from powerinfer_toolkit.convert.relufy.settings import RelufySettings, Schedule, Stage, Variant
 
 EMA_DECAY = 0.9  # of the zero share before the target starts to rise
 
@@ -124,7 +124,9 @@ class StagedSteering:
 
 
 def steering_for(settings: RelufySettings, total_steps: int) -> Steering:
-    """Return the steering that the settings ask for."""
+    """Return the steering that the settings ask for; a dense control has no sparsity term."""
+    if settings.variant == Variant.DENSE:
+        return StagedSteering([])
     if settings.sparsity_schedule == Schedule.STAGES or settings.sparsity_target is None:
         return StagedSteering(settings.sparsity_stages)
     return AdaptiveSteering(

@@ -51,17 +51,10 @@ def read_config(path: Path) -> Any:  # noqa: ANN401 - transformers' own
 
 def check_variant(settings: RelufySettings, hidden_act: str) -> None:
     """Refuse what makes no sense for a model with this activation. Raises UsageError."""
-    is_relu = hidden_act in RELU_ACTIVATIONS
-    if is_relu and settings.variant in (Variant.REGLU, Variant.DRELU):
+    if hidden_act in RELU_ACTIVATIONS and settings.variant in (Variant.REGLU, Variant.DRELU):
         raise UsageError(
             f"the activation of {settings.model_name_or_path} is {hidden_act} already",
-            hint="variant fatrelu finds a threshold for it, dense trains it on as it is",
-        )
-    wants_sparsity = settings.sparsity_target is not None or bool(settings.sparsity_stages)
-    if settings.variant == Variant.DENSE and wants_sparsity and not is_relu:
-        raise UsageError(
-            f"variant dense keeps {hidden_act}, which has no zeros to aim at",
-            hint="remove sparsity_target and sparsity_stages, or choose another variant",
+            hint="variant fatrelu trains it on and finds a threshold for it",
         )
 
 

@@ -171,11 +171,6 @@ def test_relu_models_are_not_swapped_again(tmp_path, variant):
         student(path, variant=variant)
 
 
-def test_dense_models_have_no_zeros_to_aim_at(dense):
-    with pytest.raises(UsageError, match="has no zeros"):
-        student(dense, variant="dense", sparsity_target=0.8)
-
-
 def test_biases_are_not_bamboo(tmp_path):
     path = tiny.write_model(tmp_path / "bias", attention_bias=True)
     with pytest.raises(PiError, match="attention_bias"):

