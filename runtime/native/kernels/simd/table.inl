@@ -1,4 +1,5 @@
-// table.inl: the kernels of simd/ as one table. The including file has defined the vector vocabulary.
+// table.inl: the kernels of simd/ as one table. The including file has defined the vector vocabulary; a new
+// instruction set is one more file that defines the names of avx2.cpp (and those that x86_int8.inl lists).
 
 #pragma once
 

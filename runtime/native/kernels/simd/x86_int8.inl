@@ -51,7 +51,7 @@ inline vrows load_halves(const void *const blocks[4]) {
 
 inline void load_two_halves(const void *const blocks[4], vrows *first, vrows *second) {
     __m256 both = _mm256_cvtph_ps(load_half_pairs(blocks));
-    __asm__("" : "+x"(both));
+    __asm__("" : "+x"(both)); // else GCC 12 converts the lower half a second time
     *first = _mm256_castps256_ps128(both);
     *second = _mm256_extractf128_ps(both, 1);
 }
