@@ -123,6 +123,10 @@ build/stress.gguf: tests/runtime/stress_model.py tests/parity/synthetic.py | .ve
 	mkdir -p build
 	PYTHONPATH=tests .venv/bin/python tests/runtime/stress_model.py $@
 
+build/golden: tests/fuzz/golden.py tests/parity/synthetic.py | .venv/dev
+	PYTHONPATH=tests .venv/bin/python tests/fuzz/golden.py $@
+	touch $@
+
 .PHONY: pytest
 pytest: .venv/train native-release ## the Python suite against the release library
 	PI_LIB=$(CURDIR)/$(RELEASE_LIB) \
@@ -132,10 +136,11 @@ pytest: .venv/train native-release ## the Python suite against the release libra
 ASAN_RUNTIME = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
 
 .PHONY: asan
-asan: .venv/dev build/stress.gguf ## stress test and torch-free native tests under ASan and UBSan
+asan: .venv/dev build/stress.gguf build/golden ## stress, damaged files and torch-free tests under ASan and UBSan
 	cmake --preset asan >/dev/null
 	cmake --build --preset asan
 	build/asan/runtime/native/pi_stress build/stress.gguf
+	build/asan/runtime/native/pi_fuzz_gguf build/golden/*.gguf
 	rm -f build/asan/report.*
 	PI_LIB=$(CURDIR)/$(ASAN_LIB) LD_PRELOAD="$(ASAN_RUNTIME)" PYTHONPATH=tests \
 	    ASAN_OPTIONS=detect_leaks=0:log_path=$(CURDIR)/build/asan/report \
