@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from powerinfer_toolkit import __version__
 from powerinfer_toolkit.errors import PiError
-from powerinfer_toolkit.gguf_format import TensorType
+from powerinfer_toolkit.gguf_format import Key, TensorType
 from powerinfer_toolkit.runtime import native_lib
 from powerinfer_toolkit.runtime.model_file import ModelFile
 from powerinfer_toolkit.runtime.plan.machine import probe
@@ -33,7 +33,11 @@ def examine(model: str | None) -> None:
         ("machine", _machine),
     ]
     if model:
-        checks += [("model", lambda: _model(model)), ("tokenizer", lambda: _tokenizer(model))]
+        checks += [
+            ("model", lambda: _model(model)),
+            ("predictors", lambda: _predictors(model)),
+            ("tokenizer", lambda: _tokenizer(model)),
+        ]
     n_failed = 0
     for topic, check in checks:
         try:
@@ -84,12 +88,33 @@ def _model(path: str) -> str:
         )
 
 
+def _predictors(path: str) -> str:
+    """Say what the file records of its predictors."""
+    with ModelFile(path) as file:
+        if not file.shape.has_predictors:
+            return "none"
+        if not file.shape.predictable:
+            return "all-zero ones: every neuron is computed"
+        measured = {
+            name: file.metadata(key)
+            for name, key in (
+                ("recall", Key.PREDICTOR_RECALL),
+                ("density", Key.PREDICTOR_DENSITY),
+                ("perplexity", Key.PREDICTOR_PERPLEXITY_LOSS),
+            )
+        }
+        exact = sum(file.metadata(Key.PREDICTOR_EXACT_LAYERS) or [])
+        parts = [f"target {file.metadata(Key.PREDICTOR_TARGET) or 'unknown'}"]
+        for name, value in measured.items():
+            sign = "+" if name == "perplexity" else ""
+            parts.append(f"{name} " + ("not measured" if value is None else f"{value:{sign}.2%}"))
+        return ", ".join(parts) + (f", {exact} layers stay exact" if exact else "")
+
+
 def _tokenizer(path: str) -> str:
     from powerinfer_toolkit.runtime.tokenizer import Tokenizer
 
     with ModelFile(path) as file:
-        tokenizer = Tokenizer.from_metadata(file.metadata)
-        if tokenizer.n_vocab != file.shape.n_vocab:
-            raise PiError(f"{tokenizer.n_vocab} tokens for {file.shape.n_vocab} embedding rows")
+        tokenizer = Tokenizer.from_metadata(file.metadata, file.shape.n_vocab)
         template = "a" if tokenizer.chat_template else "no"
         return f"{tokenizer.n_vocab} tokens, {template} chat template"

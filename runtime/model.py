@@ -120,7 +120,7 @@ class Model:
         """The file's tokenizer, built on first use; PiError when the file has none."""
         from powerinfer_toolkit.runtime.tokenizer import Tokenizer
 
-        return Tokenizer.from_metadata(self.file.metadata)
+        return Tokenizer.from_metadata(self.file.metadata, self.config.n_vocab)
 
     def metadata(self, name: str) -> Any:  # noqa: ANN401 - the type is the file's
         """Return the value of a metadata key, None when the file has no such key."""

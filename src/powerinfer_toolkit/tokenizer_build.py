@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +19,18 @@ from tokenizers import (
 )
 
 from powerinfer_toolkit.errors import PiError
-from powerinfer_toolkit.tokenizer_format import SPACE, TokenizerModel, TokenType
-from powerinfer_toolkit.tokenizer_pre import GPT2_REGEX, PreTokenizer
+from powerinfer_toolkit.tokenizer_format import SPACE, TokenizerKey, TokenizerModel, TokenType
+from powerinfer_toolkit.tokenizer_pre import (
+    DIGIT,
+    DIGITS,
+    GPT2_REGEX,
+    PUNCTUATION,
+    PreTokenizer,
+)
 
 _SPECIAL_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN)
 _UNREACHABLE_SCORE = -1e6  # far below any sum of log-probabilities over a token's length
+_MAX_CUT_CHARACTERS = 1 << 28  # Gemma's 262,144 pieces have 2e7
 
 
 @dataclass(frozen=True)
@@ -58,12 +66,7 @@ def byte_level_tokenizer(
     add_prefix_space: bool = False,
 ) -> Tokenizer:
     """Return a byte-level BPE tokenizer (GPT-2's); unused tokens cannot come out of it."""
-    ids = {
-        token: i
-        for i, token in enumerate(vocabulary.tokens)
-        if vocabulary.types[i] != TokenType.UNUSED
-    }
-    model = _bpe(ids, merges, ignore_merges=pre.ignore_merges)
+    model = models.BPE(_used_ids(vocabulary), list(merges), ignore_merges=pre.ignore_merges)
     tokenizer = Tokenizer(model)
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -112,51 +115,69 @@ def merges_from_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
     SentencePiece joins the neighbours whose union has the highest score, leftmost first. Of the ways to
     build one piece those with the longer left part come first: runs of one character then split as
-    SentencePiece's do.
+    SentencePiece's do. Equal scores are ranked as transformers' converters rank them. User-defined runs of
+    spaces come before everything else. PiError for tokens so long that trying all their cuts would take
+    minutes.
     """
-    normal = {
-        token: score
-        for token, kind, score in zip(
-            vocabulary.tokens, vocabulary.types, vocabulary.scores, strict=True
+    normal: dict[str, float] = {}
+    for token, kind, score in zip(
+        vocabulary.tokens, vocabulary.types, vocabulary.scores, strict=True
+    ):
+        if kind == TokenType.NORMAL:
+            normal[token] = score
+        elif kind == TokenType.USER_DEFINED and is_spaces(token):
+            normal[token] = math.inf
+    if sum(len(token) ** 2 for token in normal) > _MAX_CUT_CHARACTERS:
+        raise PiError(
+            f"{TokenizerKey.TOKENS}: its tokens are too long to be SentencePiece's",
+            hint="the file is damaged: convert or download it again",
         )
-        if kind == TokenType.NORMAL
-    }
-    ranked: list[tuple[float, str, int, str, str]] = []
+    ranked: list[tuple[float, int, int, str, str]] = []
     for token, score in normal.items():
         for cut in range(len(token) - 1, 0, -1):
             left, right = token[:cut], token[cut:]
             if left in normal and right in normal:
-                ranked.append((-score, token, -cut, left, right))
+                ranked.append((-score, -len(left), -len(right), left, right))
     ranked.sort()
-    return [(left, right) for _, _, _, left, right in ranked]
+    return [(left, right) for *_, left, right in ranked]
+
+
+def is_spaces(token: str) -> bool:
+    """Return whether a token is a run of spaces, escaped or not."""
+    return not token.strip(f" {SPACE}")
 
 
 def _byte_level_cuts(pre: PreTokenizer, *, add_prefix_space: bool) -> pre_tokenizers.PreTokenizer:
-    """Return the cuts, then bytes as characters; only ByteLevel's own regex comes after its prefix."""
+    """Return the cuts, with bytes as characters in between; only ByteLevel's own regex has a prefix."""
     own = pre.regexes[-1] == GPT2_REGEX
-    regexes = pre.regexes[:-1] if own else pre.regexes
-    steps = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in regexes]
+    before = map(_cut, pre.regexes[:-1] if own else pre.regexes)
     mapping = pre_tokenizers.ByteLevel(add_prefix_space=own and add_prefix_space, use_regex=own)
-    return pre_tokenizers.Sequence([*steps, mapping])
+    return pre_tokenizers.Sequence([*before, mapping, *map(_cut, pre.byte_regexes)])
 
 
-def _bpe(ids: dict[str, int], merges: Sequence[tuple[str, str]], **options: object) -> models.BPE:
-    try:
-        return models.BPE(vocab=ids, merges=list(merges), **options)
-    except Exception as failure:  # tokenizers raises bare Exception
-        raise PiError(f"the tokenizer's merges do not fit its tokens: {failure}") from failure
+def _cut(regex: str) -> pre_tokenizers.PreTokenizer:
+    """Return the step that published tokenizers take: its tables of Unicode are not Oniguruma's."""
+    if regex in (DIGIT, DIGITS):
+        return pre_tokenizers.Digits(individual_digits=regex == DIGIT)
+    if regex == PUNCTUATION:
+        return pre_tokenizers.Punctuation("contiguous")
+    return pre_tokenizers.Split(Regex(regex), "isolated")
 
 
 def _sentencepiece_bpe(vocabulary: Vocabulary, *, ignore_merges: bool) -> models.BPE:
-    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
-    return _bpe(
-        ids,
-        merges_from_scores(vocabulary),
+    return models.BPE(
+        vocab=_used_ids(vocabulary),
+        merges=merges_from_scores(vocabulary),
         unk_token=_unknown(vocabulary),
         fuse_unk=True,
         byte_fallback=TokenType.BYTE in vocabulary.types,
         ignore_merges=ignore_merges,
     )
+
+
+def _used_ids(vocabulary: Vocabulary) -> dict[str, int]:
+    pairs = zip(vocabulary.tokens, vocabulary.types, strict=True)
+    return {token: i for i, (token, kind) in enumerate(pairs) if kind != TokenType.UNUSED}
 
 
 def _unknown(vocabulary: Vocabulary) -> str | None:
@@ -200,22 +221,33 @@ def _sentencepiece_normaliser(rules: SentencePieceRules) -> normalizers.Normaliz
 def _sentencepiece_cuts(
     rules: SentencePieceRules, vocabulary: Vocabulary
 ) -> pre_tokenizers.PreTokenizer | None:
-    """Return the cuts: isolated pieces stand alone, and names of special tokens are cut in two.
-
-    A whole piece of text that is a token skips the merges where pieces are isolated; the names, as plain
-    text, must not become the tokens in this way.
-    """
+    """Return the cuts: the dummy prefix of the first word, and isolated pieces that stand alone."""
     steps: list[pre_tokenizers.PreTokenizer] = []
     if rules.add_dummy_prefix and rules.prefix_first_only:
         steps.append(pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False))
     if rules.isolated:
-        longest_first = sorted(rules.isolated, key=len, reverse=True)
-        patterns = [re.escape(piece) for piece in longest_first]
-        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-            if kind in _SPECIAL_TYPES and len(token) > 1:
-                patterns.append(f"{re.escape(token[0])}(?={re.escape(token[1:])})")
-        steps.append(pre_tokenizers.Split(Regex("|".join(patterns)), "isolated"))
+        regex = _isolation(rules.isolated, vocabulary)
+        steps.append(pre_tokenizers.Split(Regex(regex), "isolated"))
     return pre_tokenizers.Sequence(steps) if steps else None
+
+
+def _isolation(isolated: Sequence[str], vocabulary: Vocabulary) -> str:
+    """Return a regex of the isolated pieces, and of the first letter of a special name that stands alone.
+
+    A whole piece of text that is a token skips the merges where pieces are isolated; the names of control
+    and byte tokens must not become those tokens in this way.
+    """
+    names = ["0x[0-9A-F]{2}>"] if TokenType.BYTE in vocabulary.types else []
+    firsts = {"<"} if names else set()
+    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
+        if kind in _SPECIAL_TYPES and len(token) > 1:
+            firsts.add(token[0])
+            names.append(re.escape(token[1:]))
+    pieces = "|".join(re.escape(piece) for piece in sorted(isolated, key=len, reverse=True))
+    initials = "|".join(re.escape(first) for first in sorted(firsts))
+    # \G is where the last match ended, or the text begins
+    alone = rf"\G(?:{initials})(?=(?:{'|'.join(names)})(?:\z|{pieces}))"
+    return f"{pieces}|{alone}" if names else pieces
 
 
 def _add_tokens(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,13 +16,27 @@ from powerinfer_toolkit.sentencepiece_model import BPE, SentencePieceModel, read
 from powerinfer_toolkit.tokenizer_build import (
     SentencePieceRules,
     Vocabulary,
+    byte_level_tokenizer,
     frame_with,
     sentencepiece_tokenizer,
 )
 from powerinfer_toolkit.tokenizer_format import TokenizerModel, TokenType, padding_name
+from powerinfer_toolkit.tokenizer_json import check_charsmap, library_failures
+from powerinfer_toolkit.tokenizer_pre import pre_tokenizer
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
+VOCABULARY, MERGES = "vocab.json", "merges.txt"
+# How the classes of tokenizer_config.json cut words, which vocab.json and merges.txt do not say.
+_CUTS = {
+    None: "gpt-2",
+    "GPT2Tokenizer": "gpt-2",
+    "GPT2TokenizerFast": "gpt-2",
+    "Qwen2Tokenizer": "qwen2",
+    "Qwen2TokenizerFast": "qwen2",
+}
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MAX_TOKENS = 1 << 24
 _CONFIGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -46,6 +61,27 @@ class TokenizerFiles:
 
 def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
     """Read the tokenizer files of `model_dir`; PiError where a file is missing or malformed."""
+    with (
+        malformed_files(model_dir),
+        library_failures(f"{model_dir}: its tokenizer cannot be built"),
+    ):
+        return _read_files(model_dir)
+
+
+@contextmanager
+def malformed_files(model_dir: Path) -> Iterator[None]:
+    """Turn into a PiError what reading JSON of another shape than expected raises."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as failure:
+        what = f"{type(failure).__name__} {failure}"
+        raise PiError(
+            f"the tokenizer files in {model_dir} are malformed: {what:.200}",
+            hint="download the checkpoint again, or see where it fails with --debug",
+        ) from failure
+
+
+def _read_files(model_dir: Path) -> TokenizerFiles:
     config, special, model_config, generation = (_read_json(model_dir / name) for name in _CONFIGS)
     json_path, pieces_path = model_dir / TOKENIZER_JSON, model_dir / SENTENCEPIECE
     pieces: SentencePieceModel | None = None
@@ -56,10 +92,14 @@ def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
         pieces = read_sentencepiece(pieces_path)
         added = _added_tokens(config, special, _read_json(model_dir / "added_tokens.json"))
         spec = json.loads(_from_sentencepiece(pieces, config, added).to_str())
+    elif (model_dir / VOCABULARY).is_file() and (model_dir / MERGES).is_file():
+        added = _added_tokens(config, special, _read_json(model_dir / "added_tokens.json"))
+        spec = json.loads(_from_merges(model_dir, config, special, added).to_str())
     else:
+        names = f"{TOKENIZER_JSON}, {SENTENCEPIECE}, {VOCABULARY} with {MERGES}"
         raise PiError(
             f"no tokenizer in {model_dir}",
-            hint=f"looked for {TOKENIZER_JSON} and {SENTENCEPIECE}; download the checkpoint whole",
+            hint=f"looked for {names}; download the checkpoint whole",
         )
     template = _chat_template(model_dir, config)
     return TokenizerFiles(spec, config, special, model_config, generation, template, pieces)
@@ -120,6 +160,61 @@ def token_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def _from_merges(
+    model_dir: Path, config: Json, special_map: Json, added: Mapping[int, AddedToken]
+) -> Tokenizer:
+    """Build the tokenizer of a checkpoint of GPT-2's kind, such as OPT's."""
+    name = config.get("tokenizer_class")
+    if name not in _CUTS:
+        raise PiError(
+            f"{model_dir}: {VOCABULARY} of a {name!r:.60} is not supported",
+            hint=f"save {TOKENIZER_JSON} with transformers: AutoTokenizer...save_pretrained()",
+        )
+    named = {role: token_text(config.get(role) or special_map.get(role)) for role in _ROLES}
+    vocabulary = _vocabulary(model_dir / VOCABULARY, added, frozenset(named.values()))
+    ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
+    tokenizer = byte_level_tokenizer(
+        vocabulary,
+        _merges(model_dir / MERGES),
+        pre_tokenizer(_CUTS[name]),
+        add_prefix_space=bool(config.get("add_prefix_space")),
+    )
+    first, last = named["bos_token"], named["eos_token"]
+    frame_with(
+        tokenizer,
+        (first, ids[first]) if config.get("add_bos_token") and first in ids else None,
+        (last, ids[last]) if config.get("add_eos_token") and last in ids else None,
+    )
+    return tokenizer
+
+
+def _vocabulary(
+    path: Path, added: Mapping[int, AddedToken], special: frozenset[str | None]
+) -> Vocabulary:
+    """Return the tokens of vocab.json and the added ones; ids between them are unused."""
+    found = _read_json(path)
+    if any(type(i) is not int or not 0 <= i < _MAX_TOKENS for i in [*found.values(), *added]):
+        raise PiError(f"{path} has ids that are none", hint="download it again")
+    n_tokens = 1 + max([*found.values(), *added], default=-1)
+    tokens = [padding_name(token_id) for token_id in range(n_tokens)]
+    types = [int(TokenType.UNUSED)] * n_tokens
+    for token, token_id in found.items():
+        tokens[token_id] = token
+        types[token_id] = TokenType.CONTROL if token in special else TokenType.NORMAL
+    for token_id, entry in added.items():
+        kind = TokenType.CONTROL if entry.special else TokenType.USER_DEFINED
+        tokens[token_id], types[token_id] = entry.content, kind
+    return Vocabulary(tokens, types)
+
+
+def _merges(path: Path) -> list[tuple[str, str]]:
+    lines = path.read_text(encoding="utf-8").split("\n")
+    pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise PiError(f"{path} has lines that are no two tokens", hint="download it again")
+    return [(left, right) for left, right in pairs]
+
+
 def _from_sentencepiece(
     pieces: SentencePieceModel, config: Json, added: Mapping[int, AddedToken]
 ) -> Tokenizer:
@@ -136,6 +231,8 @@ def _from_sentencepiece(
     own = range(len(pieces.pieces))
     isolated = [tokens[i] for i in own if types[i] == TokenType.USER_DEFINED and i not in added]
     is_bpe = pieces.model_type == BPE
+    if pieces.charsmap:
+        check_charsmap(pieces.charsmap, SENTENCEPIECE)
     rules = SentencePieceRules(
         TokenizerModel.SENTENCEPIECE_BPE if is_bpe else TokenizerModel.SENTENCEPIECE_UNIGRAM,
         add_dummy_prefix=bool(config.get("add_prefix_space", pieces.add_dummy_prefix)),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import IntEnum, StrEnum
 from typing import Any
 
-from powerinfer_toolkit.errors import PiError
-
 SPACE = "\u2581"  # SentencePiece writes a space as this character
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # its names of bytes
 
 Metadata = Callable[[str], Any]
 """Value of a GGUF key as str, int, float, bool or list of one of them; None where the key is absent."""
@@ -58,27 +58,3 @@ class TokenizerKey:
 def padding_name(token_id: int) -> str:
     """Return llama.cpp's name for an id that the tokenizer does not use."""
     return f"[PAD{token_id}]"
-
-
-def required_list(get: Metadata, name: str) -> list[Any]:
-    """Return the array under `name`; PiError where the file has none."""
-    value = get(name)
-    if not isinstance(value, list):
-        raise PiError(
-            f"the file's tokenizer lacks the array {name}",
-            hint="convert the model again, or take a complete GGUF file",
-        )
-    return value
-
-
-def token_types(get: Metadata, n_tokens: int) -> list[int]:
-    """Return one type per token, TokenType.NORMAL throughout where the file does not say."""
-    types = get(TokenizerKey.TOKEN_TYPE)
-    if types is None:
-        return [TokenType.NORMAL] * n_tokens
-    if not isinstance(types, list) or len(types) != n_tokens:
-        raise PiError(
-            f"{TokenizerKey.TOKEN_TYPE} does not have one value per token ({n_tokens})",
-            hint="the file is damaged: convert or download it again",
-        )
-    return types

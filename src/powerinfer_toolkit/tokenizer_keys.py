@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,17 +15,23 @@ from powerinfer_toolkit import console
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import Key
 from powerinfer_toolkit.sentencepiece_model import SentencePieceModel
-from powerinfer_toolkit.tokenizer_files import TokenizerFiles, read_tokenizer_files, token_text
+from powerinfer_toolkit.tokenizer_files import (
+    TokenizerFiles,
+    malformed_files,
+    read_tokenizer_files,
+    token_text,
+)
 from powerinfer_toolkit.tokenizer_format import (
+    BYTE_TOKEN,
     SPACE,
     TokenizerKey,
     TokenizerModel,
     TokenType,
     padding_name,
 )
+from powerinfer_toolkit.tokenizer_json import load_tokenizer_json
 from powerinfer_toolkit.tokenizer_pre import recognise
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _BYTE_LEVEL_SPACE = "\u0120"
 
 
@@ -78,9 +83,15 @@ def tokenizer_metadata(model_dir: Path, n_vocab: int) -> TokenizerKeys:
     Missing rows become unused tokens `[PAD{id}]`, llama.cpp's convention. PiError where there is no
     tokenizer, its kind is not supported or it has more tokens than the model has rows.
     """
+    with malformed_files(model_dir):
+        return _keys(model_dir, n_vocab)
+
+
+def _keys(model_dir: Path, n_vocab: int) -> TokenizerKeys:
     files = read_tokenizer_files(model_dir)
     text = json.dumps(files.spec, ensure_ascii=False, separators=(",", ":"))
-    source = _understand(files, _load(text, model_dir), model_dir)
+    backend = load_tokenizer_json(text, f"{model_dir}: its tokenizer")
+    source = _understand(files, backend, model_dir)
     n_tokens = max(source.tokens, default=-1) + 1
     if n_tokens > n_vocab:
         raise PiError(
@@ -100,19 +111,6 @@ def tokenizer_metadata(model_dir: Path, n_vocab: int) -> TokenizerKeys:
         keys.append(_text(TokenizerKey.CHAT_TEMPLATE, files.chat_template))
     keys.append(_text(Key.TOKENIZER_JSON, text))
     return TokenizerKeys(source.model, pre, n_tokens, keys)
-
-
-def _load(text: str, model_dir: Path) -> Tokenizer:
-    try:
-        backend = Tokenizer.from_str(text)
-    except Exception as failure:  # tokenizers raises bare Exception
-        raise PiError(
-            f"{model_dir / 'tokenizer.json'} cannot be read: {failure}",
-            hint="a newer `tokenizers` package may know it",
-        ) from failure
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
 
 
 def _understand(files: TokenizerFiles, backend: Tokenizer, model_dir: Path) -> _Source:
@@ -183,7 +181,7 @@ def _token_types(source: _Source, n_vocab: int) -> list[int]:
     types = [int(TokenType.UNUSED)] * n_vocab
     sentencepiece = source.model is not TokenizerModel.BYTE_LEVEL_BPE
     for token_id, token in source.tokens.items():
-        is_byte = sentencepiece and _BYTE_TOKEN.fullmatch(token)
+        is_byte = sentencepiece and BYTE_TOKEN.fullmatch(token)
         types[token_id] = int(TokenType.BYTE if is_byte else TokenType.NORMAL)
         if token == padding_name(token_id):
             types[token_id] = int(TokenType.UNUSED)
@@ -212,10 +210,8 @@ def _model_keys(source: _Source, n_vocab: int) -> list[MetadataEntry]:
         merges = [" ".join(pair) for pair in _merge_pairs(source.section)]
         return [_array(TokenizerKey.MERGES, merges, GGUFValueType.STRING)] if merges else []
     keys = [_array(TokenizerKey.SCORES, _scores(source, n_vocab), GGUFValueType.FLOAT32)]
-    normaliser = source.backend.normalizer
-    if normaliser is not None and normaliser.normalize_str("a  b") == normaliser.normalize_str(
-        "a b"
-    ):
+    one, two = (source.backend.encode(text, add_special_tokens=False) for text in ("a b", "a  b"))
+    if one.ids == two.ids:
         keys.append(_flag(TokenizerKey.REMOVE_EXTRA_WHITESPACES, True))
     charsmap = _find(source.files.spec.get("normalizer"), "precompiled_charsmap")
     if isinstance(charsmap, str) and charsmap:

@@ -18,7 +18,7 @@ from powerinfer_toolkit.gguf_format import Key
 from powerinfer_toolkit.runtime.tokenizer import Tokenizer as RuntimeTokenizer
 from powerinfer_toolkit.tokenizer_keys import tokenizer_metadata
 from powerinfer_toolkit.tokenizer_pre import PRE_TOKENIZERS
-from spine.tokenizer_texts import texts
+from spine.tokenizer_texts import texts, varied_texts
 from spine.trained_tokenizers import (
     LLAMA_STYLE,
     TEMPLATE,
@@ -51,13 +51,9 @@ def transformers_ids() -> Any:
 
     def encode(folder: Path) -> dict[str, list[int]]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        return {text: tokenizer(text).input_ids for text in texts()}
+        return dict(zip(varied_texts(), tokenizer(varied_texts()).input_ids, strict=True))
 
     return encode
-
-
-def test_texts_are_many() -> None:
-    assert len(texts()) >= 300
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -79,20 +75,19 @@ def test_byte_level_bpe_encodes_as_transformers(
     assert differences(transformers_ids(folder), tokenizer) == []
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("legacy", [None, False])
+@pytest.mark.parametrize(
+    ("path", "legacy"), [("embedded", None), ("embedded", False), ("rebuilt", None)]
+)
 def test_sentencepiece_bpe_encodes_as_the_original(
     path: str, legacy: bool | None, tmp_path: Path
 ) -> None:
     processor = train_sentencepiece(tmp_path, **LLAMA_STYLE)
     if legacy is not None:
-        if path == "rebuilt":
-            pytest.skip("GGUF keys cannot say that only the first word gets a dummy space")
         write_json(tmp_path / "tokenizer_config.json", {"legacy": legacy})
     tokenizer = RuntimeTokenizer.from_metadata(embedded_and_rebuilt(tmp_path, 800)[path])
     # Metaspace (legacy=False, as in transformers) adds no dummy space before a space.
     spaced = (" ", "\u2581") if legacy is False else ()
-    for text in texts():
+    for text in varied_texts():
         if not text.startswith(spaced):
             ids = tokenizer.encode(text, parse_special=False)
             assert ids == [1, *processor.encode(text)], text
@@ -123,13 +118,13 @@ def test_unigram_encodes_as_the_original(path: str, tmp_path: Path) -> None:
     )
     tokenizer = RuntimeTokenizer.from_metadata(embedded_and_rebuilt(tmp_path, 800)[path])
     ties = 0
-    for text in texts():
+    for text in varied_texts():
         expected = processor.encode(text)
         found = tokenizer.encode(text, parse_special=False)
         # Segmentations of the same pieces have the same probability: "###" is "##", "#" or "#", "##".
         assert sorted(found) == sorted(expected), text
         ties += found != expected
-    assert ties <= 0.02 * len(texts())
+    assert ties <= 0.02 * len(varied_texts())
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
@@ -150,7 +145,7 @@ def test_user_defined_pieces_stay_whole(tmp_path: Path) -> None:
     processor = train_sentencepiece(tmp_path, **options)
     values = keys_of(tmp_path, 800)
     tokenizer = RuntimeTokenizer.from_metadata(values.get)
-    for text in texts():
+    for text in varied_texts():
         assert tokenizer.encode(text, add_special=False, parse_special=False) == processor.encode(
             text
         )
@@ -253,7 +248,7 @@ def test_keys_survive_a_gguf_file(byte_level: Path, tmp_path: Path) -> None:
         ([], "gpt-2"),
         ([pre_tokenizers.Digits(individual_digits=True)], "smollm"),
         *(([pre_tokenizers.Split(Regex(r), "isolated") for r in row.regexes], name)
-          for name, row in PRE_TOKENIZERS.items() if name not in ("smaug-bpe", "gpt-2")),
+          for name, row in PRE_TOKENIZERS.items() if name not in ("gpt-2", "falcon")),
     ],
 )  # fmt: skip
 def test_pre_tokenizers_are_recognised(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from powerinfer_toolkit.runtime.tokenizer import Tokenizer
 from powerinfer_toolkit.tokenizer_keys import tokenizer_metadata
 from powerinfer_toolkit.tokenizer_pre import ALIASES, PRE_TOKENIZERS
 from powerinfer_toolkit.tokenizer_rebuild import tokenizer_from_keys
+from powerinfer_toolkit.tokenizer_values import TokenizerValues
 from spine.tokenizer_texts import texts
 from spine.trained_tokenizers import (
     LLAMA_STYLE,
@@ -75,9 +77,11 @@ def write_model(path: Path, folder: Path, n_vocab: int, **changes: Any) -> Value
 
 
 def cuts_of(name: str) -> pre_tokenizers.PreTokenizer:
-    splits = [pre_tokenizers.Split(Regex(r), "isolated") for r in PRE_TOKENIZERS[name].regexes]
+    row = PRE_TOKENIZERS[name]
+    before = [pre_tokenizers.Split(Regex(r), "isolated") for r in row.regexes]
+    after = [pre_tokenizers.Split(Regex(r), "isolated") for r in row.byte_regexes]
     mapping = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*splits, mapping])
+    return pre_tokenizers.Sequence([*before, mapping, *after])
 
 
 def has_no_marks(text: str) -> bool:
@@ -88,11 +92,23 @@ def is_composed(text: str) -> bool:
     return unicodedata.is_normalized("NFC", text)
 
 
-# llama.cpp leaves out Qwen2's NFC, and approximates the letter classes of these regexes without marks.
+def has_lone_numbers(text: str) -> bool:
+    """No number comes after two spaces, and all digits are ASCII."""
+    strange = any(c.isnumeric() and not c.isascii() for c in text)
+    return not strange and re.search(r"\s\s\d", text) is None
+
+
+# llama.cpp leaves out NFC, approximates the letter classes of some regexes without marks, and in two cases
+# looks ahead beyond the piece that an earlier regex cut off.
 COMPARABLE: dict[str, Callable[[str], bool]] = {
     "qwen2": is_composed,
+    "qwen35": is_composed,
+    "command-r": is_composed,
     "tekken": has_no_marks,
     "gpt-4o": has_no_marks,
+    "kimi-k2": has_no_marks,
+    "tiny_aya": has_lone_numbers,
+    "afmoe": has_lone_numbers,
 }
 
 
@@ -103,7 +119,7 @@ def test_byte_level_bpe_encodes_as_llama_cpp(name: str, tmp_path: Path) -> None:
     values = write_model(path, folder, 1201, pre=name)
     tokenizer = Tokenizer.from_metadata(values.get)
     examples = [text for text in texts() if COMPARABLE.get(name, bool)(text)]
-    assert len(examples) > 200
+    assert len(examples) > 150
     for text, expected in zip(examples, llama_cpp_tokens(path, examples, True), strict=True):
         assert tokenizer.encode(text) == expected, text
 
@@ -169,9 +185,9 @@ def test_a_file_without_pre_is_cut_as_default(
     keys: Values, capsys: pytest.CaptureFixture[str]
 ) -> None:
     foreign = {name: value for name, value in keys.items() if not name.endswith(".pre")}
-    found = tokenizer_from_keys(foreign.get)
+    found = tokenizer_from_keys(TokenizerValues(foreign.get))
     assert "tokenizer.ggml.pre" in capsys.readouterr().err
-    default = tokenizer_from_keys((keys | {"tokenizer.ggml.pre": "default"}).get)
+    default = tokenizer_from_keys(TokenizerValues((keys | {"tokenizer.ggml.pre": "default"}).get))
     for text in texts():
         assert found.encode(text).ids == default.encode(text).ids
 
@@ -180,32 +196,32 @@ def test_bos_where_the_file_does_not_say(keys: Values) -> None:
     foreign = {name: value for name, value in keys.items() if "add_" not in name}
     for name in PRE_TOKENIZERS:
         tokenizer = Tokenizer.from_metadata((foreign | {"tokenizer.ggml.pre": name}).get)
-        assert tokenizer.adds_bos == (name in ("llama-bpe", "tekken"))
+        assert tokenizer.adds_bos == (name in ("llama-bpe", "tekken", "chameleon"))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pre": "no-such"}, "pre-tokenizer 'no-such'"),
-        ({"model": "bert"}, "tokenizer model 'bert'"),
+        ({"pre": "no-such"}, "unsupported tokenizer.ggml.pre 'no-such'"),
+        ({"model": "bert"}, "unsupported tokenizer.ggml.model 'bert'"),
         ({"model": None}, "has no tokenizer.ggml.model"),
-        ({"tokens": None}, "lacks the array tokenizer.ggml.tokens"),
-        ({"merges": None}, "lacks the array tokenizer.ggml.merges"),
-        ({"merges": ["no such"]}, "merges do not fit"),
-        ({"token_type": [1, 2, 3]}, "one value per token"),
-        ({"model": "llama", "scores": [0.0]}, "1 token scores for 1201 tokens"),
+        ({"tokens": None}, "has no tokenizer.ggml.tokens"),
+        ({"merges": None}, "has no tokenizer.ggml.merges"),
+        ({"merges": ["no such"]}, "tokenizer.ggml.merges is damaged: 'no such' joins"),
+        ({"token_type": [1, 2, 3]}, "token_type is damaged: it has 3 elements for 1201 tokens"),
+        ({"model": "llama", "scores": [0.0]}, "scores is damaged: it has 1 elements"),
     ],
 )
 def test_files_that_cannot_be_rebuilt(keys: Values, changes: Values, message: str) -> None:
     changed = keys | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
     with pytest.raises(PiError, match=message):
-        tokenizer_from_keys(changed.get)
+        tokenizer_from_keys(TokenizerValues(changed.get))
 
 
 def test_unsupported_names_come_with_the_supported(keys: Values) -> None:
     with pytest.raises(PiError) as caught:
-        tokenizer_from_keys((keys | {"tokenizer.ggml.pre": "no-such"}).get)
+        tokenizer_from_keys(TokenizerValues((keys | {"tokenizer.ggml.pre": "no-such"}).get))
     assert all(name in caught.value.hint for name in (*PRE_TOKENIZERS, *ALIASES))
     with pytest.raises(PiError) as caught:
-        tokenizer_from_keys((keys | {"tokenizer.ggml.model": "bert"}).get)
+        tokenizer_from_keys(TokenizerValues((keys | {"tokenizer.ggml.model": "bert"}).get))
     assert all(name in caught.value.hint for name in ("gpt2", "llama", "t5"))

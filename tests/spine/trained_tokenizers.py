@@ -66,14 +66,16 @@ def train_byte_level(
     return folder
 
 
-def train_sentencepiece(folder: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
-    """Write tokenizer.model of 800 pieces to `folder` and return SentencePiece's own processor."""
+def train_sentencepiece(
+    folder: Path, n_pieces: int = 800, **options: Any
+) -> sentencepiece.SentencePieceProcessor:
+    """Write tokenizer.model to `folder` and return SentencePiece's own processor."""
     folder.mkdir(exist_ok=True)
     lines = (line for text in training_lines() for line in text.splitlines())
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines,
         model_prefix=str(folder / "tokenizer"),
-        vocab_size=800,
+        vocab_size=n_pieces,
         num_threads=1,
         minloglevel=2,
         **options,
@@ -88,6 +90,7 @@ def write_json(path: Path, content: object) -> None:
 
 def embedded_and_rebuilt(folder: Path, n_vocab: int) -> dict[str, Get]:
     """The metadata of a converted file, whole and as another tool would write it: without our key."""
-    values = {entry.name: entry.value for entry in tokenizer_metadata(folder, n_vocab).keys}
+    keys = tokenizer_metadata(folder, n_vocab).keys
+    values = {e.name: e.value if e.element_type is None else list(e.value) for e in keys}
     foreign = {name: value for name, value in values.items() if name != Key.TOKENIZER_JSON}
     return {"embedded": values.get, "rebuilt": foreign.get}
