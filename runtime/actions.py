@@ -37,6 +37,8 @@ def open_model(path: str, options: PlanOptions) -> Model:
         console.detail(report.plan_table(file.shape, plan, machine, isa))
     else:
         console.info(report.plan_line(file.shape, plan))
+    if warning := report.memory_warning(file.shape, plan, machine):
+        console.warning(warning)
     return Model(file, plan)
 
 

@@ -61,6 +61,7 @@ class Model:
         activation_type: str | None = None,
         sparse_threshold: float | None = None,
         isa: str | None = None,
+        ram_budget_bytes: int | None = None,
     ) -> Self:
         """Open a GGUF or PowerInfer-GGUF file, plan and allocate; PlanOptions explains the options.
 
@@ -78,6 +79,7 @@ class Model:
             activation_type=activation_type,
             sparse_threshold=sparse_threshold,
             isa=isa,
+            ram_budget_bytes=ram_budget_bytes,
         )
         return cls.open(path, options)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from powerinfer_toolkit.errors import PiError
-from powerinfer_toolkit.gguf_format import Activation, Key
+from powerinfer_toolkit.gguf_format import Activation, Key, Tensor
 from powerinfer_toolkit.runtime import native_lib
 from powerinfer_toolkit.runtime.native_handle import NativeHandle
 from powerinfer_toolkit.runtime.plan.shape import ModelShape
@@ -33,6 +33,9 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _ACTIVATIONS = (Activation.SILU, Activation.RELU)  # by PI_ACTIVATION_*
+_PREDICTORS = tuple(
+    name.removeprefix("blk.{i}") for name in (Tensor.PREDICTOR_FC1, Tensor.PREDICTOR_FC2)
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class ModelFile(NativeHandle):
             **fields,
             predictor_kind=self._typed(Key.PREDICTOR_KIND, str) or kind,
             perplexity_loss=self._typed(Key.PREDICTOR_PERPLEXITY_LOSS, float),
+            predictor_bytes=sum(t.n_bytes for t in self.tensors() if t.name.endswith(_PREDICTORS)),
         )
 
     def _typed(self, name: str, kind: type[T]) -> T | None:

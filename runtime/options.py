@@ -27,6 +27,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="most tokens of a step (default %(default)s)",
     )
     group.add_argument(
+        "--ram-budget",
+        metavar="GIB",
+        help="ceiling of memory in GiB, or with a unit (6000MiB), over weights, KV cache, scratch and the program "
+        "itself; exit code 3 with the least that would do where it is too small (default: KV cache and scratch "
+        "must fit into the available memory)",
+    )
+    group.add_argument(
         "--ffn",
         choices=("dense", "exact", "predicted"),
         help="how FFN neurons are chosen: all; those whose ReLU gate is open, which loses nothing; those a "
@@ -95,23 +102,34 @@ def check_gpu_options(args: argparse.Namespace) -> None:
             "-ngl is not supported: layers are not placed one by one",
             hint="use --vram-budget GIB, the memory that the GPU part may take; " + CPU_ONLY,
         )
-    if args.vram_budget is not None and _parse_bytes(args.vram_budget) != 0:
+    if args.vram_budget is not None and _parse_bytes("--vram-budget", args.vram_budget) != 0:
         raise UsageError(
             f"--vram-budget {args.vram_budget} cannot be honoured without a GPU", hint=CPU_ONLY
         )
 
 
-def _parse_bytes(text: str) -> float:
-    """Return a size in bytes: a number of GiB (-1: all), or a number with KiB, MiB or GiB."""
+def _parse_bytes(flag: str, text: str) -> float:
+    """Return a size in bytes: a number of GiB, or a number with KiB, MiB or GiB."""
     parts = re.fullmatch(
         r"(-?\d+(?:\.\d*)?|-?\.\d+)\s*(?:([KMG])i?B?)?", text.strip(), re.IGNORECASE
     )
     if not parts:
         raise UsageError(
-            f"--vram-budget {text!r} is no size", hint="give GiB (8, 7.5) or a unit (6000MiB)"
+            f"{flag} {text!r} is no size", hint="give GiB (8, 7.5) or a unit (6000MiB)"
         )
     scale = {"k": 2**10, "m": 2**20, "g": 2**30}[(parts[2] or "g").lower()]
     return float(parts[1]) * scale
+
+
+def _ram_budget(args: argparse.Namespace) -> int | None:
+    if args.ram_budget is None:
+        return None
+    n_bytes = _parse_bytes("--ram-budget", args.ram_budget)
+    if n_bytes < 1:
+        raise UsageError(
+            f"--ram-budget {args.ram_budget} is out of range", hint="give a positive size"
+        )
+    return int(n_bytes)
 
 
 def require_model(args: argparse.Namespace) -> str:
@@ -135,4 +153,5 @@ def plan_options(args: argparse.Namespace, threads: int | None, context: int | N
         activation_type=args.activation_type,
         sparse_threshold=args.sparse_threshold,
         isa=args.isa,
+        ram_budget_bytes=_ram_budget(args),
     )

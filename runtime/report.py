@@ -39,7 +39,7 @@ def plan_table(shape: ModelShape, plan: Plan, machine: Machine, isa: str) -> str
         "model": f"{shape.n_layers} layers, {shape.n_embd} wide, {shape.n_ff} neurons, "
         f"{shape.n_heads} heads ({shape.n_kv_heads} KV), {shape.n_vocab} tokens, {shape.activation}",
         "placement": f"embedding, {shape.n_layers} x ({layer}), head: all on the CPU",
-        "weights": f"{format_bytes(shape.weight_bytes)}, mapped from the file",
+        "weights": f"{format_bytes(need.weight_bytes)} used, mapped from the file",
         "ffn": _tier_text(plan),
         "threads": f"{plan.n_threads}, {isa} kernels",
         "activations": "int8 blocks against quantised weights" if int8 else "float32",
@@ -47,10 +47,28 @@ def plan_table(shape: ModelShape, plan: Plan, machine: Machine, isa: str) -> str
         f"{shape.n_ctx_train}",
         "KV cache": f"{format_bytes(need.kv_bytes)}: {plan.n_kv_pages} pages, {_name(plan.kv_type)}",
         "scratch": f"at most {format_bytes(need.scratch_bytes)} for {plan.max_batch_tokens} tokens a step",
-        "memory": f"{format_bytes(need.total_bytes)} beside the weights, "
-        f"{format_bytes(machine.available_bytes)} available",
+        "memory": f"{format_bytes(need.total_bytes)} with the program's "
+        f"{format_bytes(need.program_bytes)}; {_limits(plan, machine)}",
     }
     return "\n".join(f"{topic:<12}{text}" for topic, text in rows.items())
+
+
+def memory_warning(shape: ModelShape, plan: Plan, machine: Machine) -> str:
+    """Return what to say of weights that will not stay in memory, "" where they will."""
+    need = memory_need(shape, plan).total_bytes
+    if need <= machine.available_bytes:
+        return ""
+    return (
+        f"this run uses {format_bytes(need)} of memory and {format_bytes(machine.available_bytes)} are "
+        "available: weights will be read from the disk again and again"
+    )
+
+
+def _limits(plan: Plan, machine: Machine) -> str:
+    available = f"{format_bytes(machine.available_bytes)} available"
+    if plan.ram_budget_bytes is None:
+        return available
+    return f"budget {format_bytes(plan.ram_budget_bytes)}, {available}"
 
 
 def _tier_text(plan: Plan) -> str:

@@ -75,17 +75,18 @@ def _cpu_quota(group: Path) -> float | None:
 
 
 def _memory_left(group: Path) -> int | None:
-    """Return limit less use of a cgroup in bytes; file pages that the kernel can drop count as free."""
-    for limit_name, usage_name, cache_name in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    """Return limit less use of a cgroup in bytes; file pages, which the kernel can drop, count as free."""
+    for limit_name, usage_name, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         limit, usage = _read(group / limit_name), _read(group / usage_name)
         if limit.isdigit() and usage.isdigit():
-            statistics = dict(
-                line.split(" ", 1) for line in _read(group / "memory.stat").splitlines()
-            )
-            return max(0, int(limit) - int(usage) + int(statistics.get(cache_name, "0")))
+            lines = _read(group / "memory.stat").splitlines()
+            statistics = dict(line.split(" ", 1) for line in lines if " " in line)
+            caches = (prefix + "inactive_file", prefix + "active_file")
+            droppable = sum(int(statistics.get(name, "0")) for name in caches)
+            return max(0, int(limit) - int(usage) + droppable)
     return None
 
 

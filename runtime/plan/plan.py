@@ -84,6 +84,7 @@ class Plan:
     predict_all: bool = False
     sparse_threshold: float | None = None  # None: the file's
     isa: str | None = None  # None: $PI_ISA, else the best one
+    ram_budget_bytes: int | None = None  # what the plan was held against; None: available memory
 
     @property
     def ffn_mode(self) -> FfnMode:

@@ -28,6 +28,10 @@ MAX_BATCH = 65536
 MAX_SEQUENCES = 4096
 MAX_THREADS = 1024
 THREADS_PER_CPU = 4
+# Measured: pi-run with a vocabulary of 300 and of 49,152 tokens; packed tiles and the stack of a thread.
+PROGRAM_BYTES = 48 * 2**20
+TOKENIZER_BYTES = 512  # for each token of the vocabulary
+THREAD_BYTES = 2**20
 MAX_PERPLEXITY_LOSS = 0.01  # above it predicted mode is never chosen unasked
 # Steps this small are masked; larger ones touch nearly every neuron anyway, so they run exactly.
 PREDICTION_TIERS = (1, 4, 16)
@@ -42,7 +46,9 @@ class PlanOptions:
     """What the user may ask for; None leaves the choice to the planner.
 
     `context` 0 means what the model was trained for. Types and modes go by their names on the command
-    line: `ffn` dense, exact, predicted; `kv_type` f32, f16; `activation_type` f32, q8_0.
+    line: `ffn` dense, exact, predicted; `kv_type` f32, f16; `activation_type` f32, q8_0. `ram_budget_bytes` is
+    a ceiling over everything in MemoryNeed; without one only what has to be allocated is held against the
+    available memory, since mapped weights can be read again.
     """
 
     threads: int | None = None
@@ -55,26 +61,34 @@ class PlanOptions:
     activation_type: str | None = None
     sparse_threshold: float | None = None
     isa: str | None = None
+    ram_budget_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes beside the mapped weights; the scratch is an upper estimate."""
+    """Bytes that a run takes; scratch and program are upper estimates."""
 
+    weight_bytes: int  # of the mapped file, those that the plan's FFN modes read
     kv_bytes: int
     scratch_bytes: int
+    program_bytes: int  # interpreter, libraries and tokenizer
+
+    @property
+    def allocated_bytes(self) -> int:
+        """KV cache and scratch together."""
+        return self.kv_bytes + self.scratch_bytes
 
     @property
     def total_bytes(self) -> int:
-        """KV cache and scratch together."""
-        return self.kv_bytes + self.scratch_bytes
+        """Everything."""
+        return self.weight_bytes + self.allocated_bytes + self.program_bytes
 
 
 def plan_cpu(shape: ModelShape, options: PlanOptions, machine: Machine) -> Plan:
     """Return the plan of a run on the CPU.
 
     Raises UsageError for an option that this model or machine cannot honour, DoesNotFit when the KV cache
-    and scratch exceed the available memory.
+    and scratch exceed the available memory, or the whole run a budget.
     """
     mode = choose_ffn_mode(shape, options.ffn, options.predict_all)
     n_context = _choose_context(shape, options.context)
@@ -98,8 +112,9 @@ def plan_cpu(shape: ModelShape, options: PlanOptions, machine: Machine) -> Plan:
         predict_all=options.predict_all,
         sparse_threshold=_checked_threshold(options.sparse_threshold, mode),
         isa=options.isa,
+        ram_budget_bytes=_checked_budget(options.ram_budget_bytes),
     )
-    _check_memory(memory_need(shape, plan), machine)
+    _check_memory(memory_need(shape, plan), plan.ram_budget_bytes, machine)
     return plan
 
 
@@ -187,6 +202,14 @@ def _checked_threshold(asked: float | None, mode: FfnMode) -> float | None:
     return min(max(asked, -_FLOAT32_MAX), _FLOAT32_MAX)
 
 
+def _checked_budget(asked: int | None) -> int | None:
+    if asked is not None and asked <= 0:
+        raise UsageError(
+            f"a RAM budget of {asked} bytes is out of range", hint="give a positive size"
+        )
+    return asked
+
+
 def _in_range(what: str, value: int, low: int, high: int) -> int:
     if not low <= value <= high:
         raise UsageError(f"{what} {value} is out of range", hint=f"give {low} to {high}")
@@ -220,25 +243,44 @@ def _tiers(mode: FfnMode, batch: int, predict_all: bool) -> tuple[Tier, ...]:
 
 
 def memory_need(shape: ModelShape, plan: Plan) -> MemoryNeed:
-    """Return what the plan takes beside the weights; scratch as if every token's logits were wanted."""
+    """Return what the plan takes; scratch as if every token's logits were wanted."""
     element_bytes = 4 if plan.kv_type is TensorType.F32 else 2
     token_bytes = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * element_bytes
     n_heads = shape.n_heads + 2 * shape.n_kv_heads
     row = 4 * shape.n_embd + 2 * n_heads * shape.head_dim + 4 * shape.n_ff + shape.n_vocab
+    untouched = 0 if plan.predicted_tokens else shape.predictor_bytes
     return MemoryNeed(
+        weight_bytes=shape.weight_bytes - untouched,
         kv_bytes=plan.n_kv_pages * PAGE_TOKENS * token_bytes,
-        scratch_bytes=4 * row * plan.max_batch_tokens,
+        scratch_bytes=4 * row * plan.max_batch_tokens + THREAD_BYTES * plan.n_threads,
+        program_bytes=PROGRAM_BYTES + TOKENIZER_BYTES * shape.n_vocab,
     )
 
 
-def _check_memory(need: MemoryNeed, machine: Machine) -> None:
-    if need.total_bytes > machine.available_bytes:
+def _check_memory(need: MemoryNeed, budget: int | None, machine: Machine) -> None:
+    available = machine.available_bytes
+    if budget is None and need.allocated_bytes > available:
         raise DoesNotFit(
             f"the KV cache ({format_bytes(need.kv_bytes)}) and scratch "
-            f"({format_bytes(need.scratch_bytes)}) need {format_bytes(need.total_bytes)}, "
-            f"{format_bytes(machine.available_bytes)} of memory are available",
+            f"({format_bytes(need.scratch_bytes)}) need {format_bytes(need.allocated_bytes)}, "
+            f"{format_bytes(available)} of memory are available",
             hint="lower the context (-c) or the batch (-b), or use --kv-type f16",
         )
+    if budget is not None and need.total_bytes > min(budget, available):
+        limit = "the budget is" if budget <= available else "the memory available is"
+        raise DoesNotFit(
+            f"this run needs {_mebibytes(need.total_bytes)} of memory: weights "
+            f"{format_bytes(need.weight_bytes)}, KV cache {format_bytes(need.kv_bytes)}, scratch "
+            f"{format_bytes(need.scratch_bytes)}, program {format_bytes(need.program_bytes)}; "
+            f"{limit} {format_bytes(min(budget, available))}",
+            hint=f"with these settings --ram-budget {_mebibytes(need.total_bytes)} is the least; a smaller "
+            "context (-c) or batch (-b) takes less",
+        )
+
+
+def _mebibytes(n_bytes: int) -> str:
+    """Return a size as --ram-budget takes it, rounded up."""
+    return f"{math.ceil(n_bytes / 2**20)}MiB"
 
 
 def format_bytes(n_bytes: int) -> str:

@@ -36,6 +36,7 @@ class ModelShape:
         "none"  # powerinfer.predictor.kind, "mlp" where an older file leaves it out
     )
     perplexity_loss: float | None = None  # of predicted mode as the file records it; 0.01 = 1%
+    predictor_bytes: int = 0  # of weight_bytes, the part that only predicted mode reads
 
     @property
     def predictable(self) -> bool:

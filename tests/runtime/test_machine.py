@@ -55,9 +55,9 @@ def test_memory_of_cgroup_v2_counts_droppable_pages_as_free(computer):
         "sys/fs/cgroup/a/b/memory.max": "max\n",
         "sys/fs/cgroup/a/memory.max": f"{4 * GIB}\n",
         "sys/fs/cgroup/a/memory.current": f"{3 * GIB}\n",
-        "sys/fs/cgroup/a/memory.stat": f"anon 5\ninactive_file {2 * GIB}\n",
+        "sys/fs/cgroup/a/memory.stat": f"anon 5\nactive_file {GIB // 2}\ninactive_file {2 * GIB}\n",
     }
-    assert machine.probe(write(computer, **group)).available_bytes == 3 * GIB
+    assert machine.probe(write(computer, **group)).available_bytes == 3.5 * GIB
 
 
 def test_limits_of_cgroup_v1(computer):

@@ -106,7 +106,7 @@ def _check_units(plan: Plan, shape: ModelShape) -> None:
 def test_the_memory_ceiling_is_kept_exactly():
     """The smallest machine that a plan accepts has just what the plan needs."""
     plan = plan_cpu(SHAPE, PlanOptions(), MACHINE)
-    needed = memory_need(SHAPE, plan).total_bytes
+    needed = memory_need(SHAPE, plan).allocated_bytes
     plan_cpu(SHAPE, PlanOptions(), dataclasses.replace(MACHINE, available_bytes=needed))
     short = dataclasses.replace(MACHINE, available_bytes=needed - 1)
     with pytest.raises(DoesNotFit, match="KV cache"):
@@ -211,7 +211,7 @@ def test_damaged_plans_are_refused():
     document = json.loads(plan_cpu(SHAPE, PlanOptions(), MACHINE).to_json())
     for key in document:
         damaged = {name: value for name, value in document.items() if name != key}
-        if key not in ("predict_all", "sparse_threshold", "isa"):  # these have defaults
+        if key not in ("predict_all", "sparse_threshold", "isa", "ram_budget_bytes"):
             with pytest.raises(PiError, match="not a plan"):
                 Plan.from_json(json.dumps(damaged))
     with pytest.raises(PiError, match="not a plan"):
