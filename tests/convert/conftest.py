@@ -186,6 +186,13 @@ def checkpoint(tmp_path: Path) -> Callable[..., TinyCheckpoint]:
     return make
 
 
+@pytest.fixture(scope="module")
+def slow_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a checkpoint that takes seconds to be written in K types."""
+    sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4}
+    return write_checkpoint(tmp_path_factory.mktemp("slow") / "slow", sizes).path
+
+
 @pytest.fixture
 def converted(tmp_path: Path) -> Callable[..., GgufFile]:
     """converted(checkpoint, setting=...) writes out.gguf and opens it with gguf-py."""

@@ -92,13 +92,12 @@ def test_paths_of_any_letters(checkpoint, pi_convert, counts_file, predictor_dir
 
 
 @pytest.mark.parametrize("moment", ["at once", "reading", "first bytes", "halfway"])
-def test_ctrl_c(checkpoint, tmp_path, moment):
+def test_ctrl_c(slow_checkpoint, tmp_path, moment):
     """Wherever a real SIGINT comes, the process ends with 130 and nothing is left."""
-    source = checkpoint({"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 8})
     before = sorted(tmp_path.rglob("*"))
     output = tmp_path / "out.gguf"
     code = "import sys; print('ready', flush=True); " + RUN
-    command = [sys.executable, "-c", code, str(source.path), str(output), "--outtype", "q5_k"]
+    command = [sys.executable, "-c", code, str(slow_checkpoint), str(output), "--outtype", "q5_k"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
     )
