@@ -5,13 +5,25 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from powerinfer_toolkit import __version__, console
 from powerinfer_toolkit.errors import ExitCode, PiError
 
 EPILOG = "exit codes: 0 ok, 1 failure, 2 usage, 3 does not fit, 130 interrupted, 141 closed pipe"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose complaints look like every other failure."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the `error:` line and end with the code for usage."""
+        console.error(message, f"{self.prog} --help lists what there is")
+        self.exit(ExitCode.USAGE)
 
 
 class _ShowVersion(argparse.Action):
@@ -43,9 +55,7 @@ def new_parser(
 
     --version prints the text of `describe_build` too.
     """
-    parser = argparse.ArgumentParser(
-        prog=prog, description=description, epilog=EPILOG, allow_abbrev=False
-    )
+    parser = CommandParser(prog=prog, description=description, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("--version", action=_ShowVersion, describe=describe_build)
     talk = parser.add_mutually_exclusive_group()
     talk.add_argument("-v", "--verbose", action="store_true", help="say more on stderr")
@@ -62,35 +72,83 @@ def run(
     argv: Sequence[str] | None = None,
 ) -> int:
     """Parse `argv`, run `command` and return the exit code; failures become `error:` and `hint:` lines."""
-    args = parser.parse_args(argv)
+    _open_missing_streams()
+    try:
+        code = _run(parser, command, argv)
+    except BrokenPipeError:
+        code = ExitCode.CLOSED_PIPE
+    except KeyboardInterrupt:  # the second one, while the first was reported
+        code = ExitCode.INTERRUPTED
+    _leave_closed_pipes()
+    if argv is None:  # the process ends here; it has nothing left to interrupt
+        _ignore_interrupts()
+    return code
+
+
+def _run(
+    parser: argparse.ArgumentParser,
+    command: Callable[[argparse.Namespace], None],
+    argv: Sequence[str] | None,
+) -> ExitCode:
+    try:
+        args = parser.parse_args(argv)
+    finally:
+        sys.stdout.flush()  # of --help and --version
     console.set_verbosity(console.VERBOSE if args.verbose else console.QUIET if args.quiet else 0)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters of a model's text
     try:
         command(args)
         sys.stdout.flush()
-    except PiError as failure:
-        if args.debug or os.environ.get("PI_DEBUG"):
+    except (PiError, MemoryError, OSError) as failure:
+        if isinstance(failure, BrokenPipeError) or args.debug or os.environ.get("PI_DEBUG"):
             raise
-        console.error(failure.message, failure.hint)
-        return failure.exit_code
+        return _report(failure)
     except KeyboardInterrupt:
+        if argv is None:
+            _ignore_interrupts()
         console.error("interrupted")
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        _silence_stdout()
-        return ExitCode.CLOSED_PIPE
-    except OSError as failure:
-        if args.debug or os.environ.get("PI_DEBUG"):
-            raise
-        console.error(*_describe(failure))
-        return ExitCode.FAILURE
     return ExitCode.OK
 
 
-def _silence_stdout() -> None:
-    """Keep the interpreter's last flush from failing on the closed pipe again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _report(failure: PiError | MemoryError | OSError) -> ExitCode:
+    """Print a failure and return its exit code."""
+    if isinstance(failure, PiError):
+        console.error(failure.message, failure.hint)
+        return failure.exit_code
+    if isinstance(failure, MemoryError):
+        console.error("out of memory", "ask for less at once, or close other programs")
+        return ExitCode.DOES_NOT_FIT
+    console.error(*_describe(failure))
+    return ExitCode.FAILURE
+
+
+def _open_missing_streams() -> None:
+    """Put the null device where the shell closed a stream: files must not take its number."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, "r", encoding="utf-8", closefd=False)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
+
+
+def _leave_closed_pipes() -> None:
+    """Keep the interpreter's last flush from failing on a closed pipe again."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _ignore_interrupts() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _describe(failure: OSError) -> tuple[str, str]:
