@@ -1,1 +1,1 @@
-"""HF checkpoint in, PowerInfer-GGUF out: read, quantise, reorder, pack."""
+"""Checkpoint or GGUF in, PowerInfer-GGUF out: read, quantise, reorder, pack."""
