@@ -56,7 +56,8 @@ def read_settings(args: argparse.Namespace) -> RelufySettings:
 
 def _command(args: argparse.Namespace) -> None:
     settings = read_settings(args)
-    if int(os.environ.get("RANK", "0")):
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
         console.set_verbosity(console.QUIET)
     try:
         from transformers.utils import logging as transformers_logging
@@ -72,4 +73,6 @@ def _command(args: argparse.Namespace) -> None:
         logging.disable(logging.WARNING)
         transformers_logging.disable_progress_bar()
     console.detail(schema.to_yaml(settings))
-    print(relufy(settings, restart=args.restart))
+    folder = relufy(settings, restart=args.restart)
+    if not rank:
+        print(folder)

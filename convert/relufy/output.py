@@ -31,8 +31,13 @@ class Output:
         self.folder = Path(settings.output_dir)
         self.checkpoints = self.folder / "checkpoints"
 
-    def open(self, *, restart: bool) -> bool:
-        """Make or reopen the directory; return whether the run is finished.
+    @property
+    def is_finished(self) -> bool:
+        """Whether the checkpoint is there, whole."""
+        return (self.folder / MANIFEST).exists()
+
+    def open(self, *, restart: bool) -> None:
+        """Make or reopen the directory.
 
         Raises UsageError where the directory holds something else, or a run with other settings.
         """
@@ -50,7 +55,6 @@ class Output:
         with artifact.new_file(path, force=True) as temporary:
             temporary.write_text(to_yaml(self.settings), encoding="utf-8")
         checkpoints.remove_broken(self.checkpoints)
-        return (self.folder / MANIFEST).exists()
 
     def _compare(self, path: Path) -> None:
         try:

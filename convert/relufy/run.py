@@ -39,11 +39,12 @@ def relufy(settings: RelufySettings, *, restart: bool = False) -> Path:
     A run that was interrupted goes on from its last checkpoint; a finished one is left as it is. Raises
     PiError.
     """
-    state = PartialState()
+    state = PartialState(cpu=not torch.cuda.is_available())
     output = Output(settings)
-    with state.main_process_first():
-        finished = output.open(restart=restart and state.is_main_process)
-    if finished:
+    if state.is_main_process:
+        output.open(restart=restart)
+    state.wait_for_everyone()
+    if output.is_finished:
         console.info(f"{output.folder} is finished already")
         return output.folder
     set_seed(settings.seed)
