@@ -134,10 +134,10 @@ def merges_from_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
         )
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, score in normal.items():
-        for cut in range(len(token) - 1, 0, -1):
-            left, right = token[:cut], token[cut:]
-            if left in normal and right in normal:
-                ranked.append((-score, -len(left), -len(right), left, right))
+        n = len(token)
+        for cut in range(n - 1, 0, -1):
+            if token[:cut] in normal and token[cut:] in normal:
+                ranked.append((-score, -cut, cut - n, token[:cut], token[cut:]))
     ranked.sort()
     return [(left, right) for *_, left, right in ranked]
 

@@ -29,8 +29,8 @@ from powerinfer_toolkit.tokenizer_format import (
     TokenType,
     padding_name,
 )
-from powerinfer_toolkit.tokenizer_json import load_tokenizer_json
-from powerinfer_toolkit.tokenizer_pre import recognise
+from powerinfer_toolkit.tokenizer_json import library_failures, load_tokenizer_json
+from powerinfer_toolkit.tokenizer_pre import PRE_TOKENIZERS, recognise
 
 _BYTE_LEVEL_SPACE = "\u0120"
 
@@ -83,7 +83,7 @@ def tokenizer_metadata(model_dir: Path, n_vocab: int) -> TokenizerKeys:
     Missing rows become unused tokens `[PAD{id}]`, llama.cpp's convention. PiError where there is no
     tokenizer, its kind is not supported or it has more tokens than the model has rows.
     """
-    with malformed_files(model_dir):
+    with malformed_files(model_dir), library_failures(f"{model_dir}: its tokenizer fails"):
         return _keys(model_dir, n_vocab)
 
 
@@ -150,16 +150,21 @@ def _pre_name(source: _Source) -> str:
     if source.model is not TokenizerModel.BYTE_LEVEL_BPE:
         return "default"
     spec = source.files.spec
-    name = recognise(
-        spec["pre_tokenizer"],
-        ignore_merges=bool(source.section.get("ignore_merges")),
-        nfc=_mentions(spec.get("normalizer"), "NFC"),
-    )
+    ignore_merges = bool(source.section.get("ignore_merges"))
+    nfc = _mentions(spec.get("normalizer"), "NFC")
+    name = recognise(spec["pre_tokenizer"], ignore_merges=ignore_merges, nfc=nfc)
     if name is None:
         console.warning(
             "unknown pre_tokenizer in tokenizer.json: other engines will cut words as 'default' does"
         )
-    return name or "default"
+        return "default"
+    row = PRE_TOKENIZERS[name]
+    if (row.ignore_merges, row.nfc) != (ignore_merges, nfc):
+        console.warning(
+            f"tokenizer.json differs from {name!r}, which cuts alike, in ignore_merges or NFC: "
+            "other engines will not know"
+        )
+    return name
 
 
 def _token_arrays(source: _Source, n_vocab: int) -> list[MetadataEntry]:

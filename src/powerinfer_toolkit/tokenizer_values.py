@@ -24,7 +24,7 @@ from powerinfer_toolkit.tokenizer_pre import pre_tokenizer
 _UNDEFINED = 0  # a type that gguf's enumeration has and nobody uses
 _KNOWN_TYPES = frozenset((_UNDEFINED, *TokenType))
 _HARMLESS_IDS = (TokenizerKey.PAD_ID,)  # files with a padding token that was never added exist
-# What llama.cpp takes for SentencePiece files that do not say; upstream's files need not.
+# llama.cpp's for SentencePiece; files of upstream's kind need not say.
 _LLAMA_IDS = {TokenizerKey.UNK_ID: 0, TokenizerKey.BOS_ID: 1, TokenizerKey.EOS_ID: 2}
 _TYPES_OF_IDS = {
     TokenizerKey.UNK_ID: TokenType.UNKNOWN,
@@ -166,12 +166,8 @@ class TokenizerValues:
     def token_id(self, name: str) -> int | None:
         """Return the id under `name`, None where there is no such token."""
         value = self._get(name)
-        if value is None and self.embedded is None:
-            if self.model is TokenizerModel.SENTENCEPIECE_BPE:
-                value = _LLAMA_IDS.get(name)
-            return value if value is not None and value < self._n_tokens else None
         if value is None:
-            return None
+            return self._default_id(name)
         if type(value) is not int:
             raise damaged(name, f"{value!r:.60} is no token id")
         if not 0 <= value < self._n_tokens:
@@ -179,6 +175,13 @@ class TokenizerValues:
                 return None
             raise damaged(name, f"there are {self._n_tokens} tokens, so none has the id {value}")
         return value
+
+    def _default_id(self, name: str) -> int | None:
+        """Return what llama.cpp takes, in files that do not even say whether bos is added."""
+        if self.model is not TokenizerModel.SENTENCEPIECE_BPE:
+            return None
+        default = _LLAMA_IDS.get(name) if self._get(TokenizerKey.ADD_BOS) is None else None
+        return default if default is not None and default < self._n_tokens else None
 
     @property
     def _n_tokens(self) -> int:

@@ -14,7 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from powerinfer_toolkit.errors import PiError
+from parity import synthetic
+from powerinfer_toolkit.errors import ExitCode, PiError
+from powerinfer_toolkit.runtime import cli
 from powerinfer_toolkit.runtime.chat_template import ChatTemplate
 from powerinfer_toolkit.runtime.template_process import TemplateLimits, TemplateProcess
 
@@ -273,3 +275,27 @@ def test_any_template_gives_text_or_one_error(sandbox: TemplateProcess, pieces: 
         found = failure.message
     assert time.monotonic() - begin < ATTACK_SECONDS
     assert len(found) <= LIMITS.characters
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for", "chat template failed: "),
+        ("{{ 'a'.ljust(10 ** 11) }}", "it needs more memory"),
+        ("{{ 2 ** 999999999 }}", "it takes more than 2 s"),
+    ],
+)
+def test_pi_run_says_one_error_line(
+    template: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = synthetic.Shape(n_layers=1)
+    weights = synthetic.dense_layout(synthetic.random_weights(shape, 0))
+    path = tmp_path / "model.gguf"
+    synthetic.write_gguf(path, shape, weights, keys={"tokenizer.chat_template": template})
+    assert cli.main(["-q", "-m", str(path), "--chat", "-p", "hi", "-n", "1"]) == ExitCode.FAILURE
+    said = capsys.readouterr()
+    assert said.out == ""
+    first, second = said.err.splitlines()
+    assert first.startswith("error: the model's chat template failed: ")
+    assert message in first
+    assert second.startswith("hint: ")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import Key
@@ -275,6 +275,44 @@ def test_an_unknown_pre_tokenizer_is_called_default(
     folder = train_byte_level(tmp_path / "m", pre_tokenizers.Sequence([split, mapping]))
     assert tokenizer_metadata(folder, 1201).pre == "default"
     assert "pre_tokenizer" in capsys.readouterr().err
+
+
+def test_a_known_cut_with_other_rules_is_warned_of(
+    byte_level: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(byte_level, tmp_path / "copy")
+    spec = json.loads((copy / "tokenizer.json").read_text())
+    for change, is_warned in (({}, False), ({"normalizer": {"type": "NFC"}}, True)):
+        write_json(copy / "tokenizer.json", spec | change)
+        assert tokenizer_metadata(copy, 1201).pre == "gpt-2"
+        assert ("differs from 'gpt-2'" in capsys.readouterr().err) == is_warned
+
+
+def test_flags_of_special_tokens_are_lost_in_the_keys(byte_level: Path, tmp_path: Path) -> None:
+    """The documented difference: the embedded file knows that a token swallows spaces, the keys do not."""
+    copy = shutil.copytree(byte_level, tmp_path / "copy")
+    spec = json.loads((copy / "tokenizer.json").read_text())
+    for token in spec["added_tokens"]:
+        token["lstrip"] = token["rstrip"] = True
+    write_json(copy / "tokenizer.json", spec)
+    found = embedded_and_rebuilt(copy, 1201)
+    spaced, tight = "a  <|im_end|> \n b", "a<|im_end|>b"
+    embedded, rebuilt = (RuntimeTokenizer.from_metadata(found[path]) for path in PATHS)
+    assert embedded.encode(spaced) == embedded.encode(tight) == rebuilt.encode(tight)
+    assert rebuilt.encode(spaced) != rebuilt.encode(tight)
+
+
+def test_other_tokens_around_a_text_are_warned_of(
+    byte_level: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(byte_level, tmp_path / "copy")
+    tokenizer = Tokenizer.from_file(str(copy / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.save(str(copy / "tokenizer.json"))
+    tokenizer_metadata(copy, 1201)
+    assert "adds the tokens [0], which GGUF cannot express" in capsys.readouterr().err
 
 
 def test_template_and_ends_from_the_older_files(byte_level: Path, tmp_path: Path) -> None:
