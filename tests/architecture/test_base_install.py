@@ -1,4 +1,4 @@
-"""The base install has no torch: every base module imports, and the commands start, where torch is refused."""
+"""The base install has no torch: every base module imports, and the commands start, where it is refused."""
 
 import subprocess
 import sys
@@ -18,12 +18,14 @@ RELUFY_BASE = {"__init__.py", "cli.py", "settings.py"}
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 START_UP_SECONDS = 0.3
 
-REFUSE = """
+REFUSED = ("torch", "transformers", "datasets", "peft", "accelerate", "sentencepiece")
+REFUSE = f"""
 import sys
+REFUSED = {REFUSED}
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers", "datasets", "peft", "accelerate"):
-            raise ImportError(f"the base install has no {name}")
+        if name.split(".")[0] in REFUSED:
+            raise ImportError("the base install has no " + name)
 sys.meta_path.insert(0, Refuse())
 """
 
