@@ -117,7 +117,9 @@ def _limit(max_bytes: int) -> None:
         (resource.RLIMIT_NOFILE, _FEW_DESCRIPTORS),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(kind, (value, value))
+        _, most = resource.getrlimit(kind)
+        bound = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(kind, (bound, bound))
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -232,6 +234,23 @@ def test_a_python_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(PiError, match="did not start"):
         render(TemplateProcess(LIMITS), "")
+
+
+def test_limits_of_the_user_stay(fresh: tuple[TemplateProcess, int]) -> None:
+    """The process lowers its limits and never asks for more than it was given."""
+    code = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (200 << 20, 200 << 20))\n"
+        "from powerinfer_toolkit.runtime.template_process import *\n"
+        "print(TemplateProcess(TemplateLimits()).render('{{ 1 + 1 }}', {}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout == "2\n", done.stderr
+    limits = Path(f"/proc/{fresh[1]}/limits").read_text()
+    assert re.search(rf"Max address space +{LIMITS.memory_bytes} +{LIMITS.memory_bytes} ", limits)
+    assert re.search(r"Max file size +0 +0 ", limits)
 
 
 @pytest.mark.timing
