@@ -177,7 +177,8 @@ void Forward::read_rows(std::span<const uint32_t> rows, const Step &step, Result
 
 void Forward::finish(const Step &step, Results &results) const {
     results.logits.clear();
-    results.logits.reserve(step.wanted.size() * uint64_t{model.config.n_vocab}); // what the plan counts, no more
+    results.logits.reserve(step.wanted.size() *
+                           uint64_t{model.config.n_vocab}); // what the plan counts, no more
     results.logprobs.assign(step.targets.size(), std::numeric_limits<float>::quiet_NaN());
     std::vector<uint32_t> rows = step.wanted;
     for (uint32_t i = 0; i < step.targets.size(); ++i) {
