@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from powerinfer_toolkit import console
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.runtime.chat import Chat, Repl
 from powerinfer_toolkit.runtime.chat_template import ChatTemplate
@@ -16,6 +17,12 @@ from powerinfer_toolkit.tokenizer_keys import tokenizer_metadata
 from spine.trained_tokenizers import TEMPLATE, train_byte_level
 
 SPECIAL = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>"}
+
+
+@pytest.fixture(autouse=True)
+def normal_talk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests may have run a command with -q."""
+    monkeypatch.setattr(console, "_verbosity", console.NORMAL)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from parity import synthetic
+from powerinfer_toolkit import console
 from powerinfer_toolkit.errors import ExitCode, PiError
 from powerinfer_toolkit.runtime import cli
 from powerinfer_toolkit.runtime.chat_template import ChatTemplate
@@ -244,8 +245,14 @@ def test_limits_of_the_user_stay(fresh: tuple[TemplateProcess, int]) -> None:
         "from powerinfer_toolkit.runtime.template_process import *\n"
         "print(TemplateProcess(TemplateLimits()).render('{{ 1 + 1 }}', {}))\n"
     )
+    environment = {name: text for name, text in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=environment,
     )
     assert done.stdout == "2\n", done.stderr
     limits = Path(f"/proc/{fresh[1]}/limits").read_text()
@@ -305,8 +312,13 @@ def test_any_template_gives_text_or_one_error(sandbox: TemplateProcess, pieces: 
     ],
 )
 def test_pi_run_says_one_error_line(
-    template: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    template: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(console, "_verbosity", console.NORMAL)  # -q stays otherwise
     shape = synthetic.Shape(n_layers=1)
     weights = synthetic.dense_layout(synthetic.random_weights(shape, 0))
     path = tmp_path / "model.gguf"
