@@ -171,4 +171,7 @@ def _decode(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as failure:
-        raise PiError(f"{name} is not UTF-8: {failure.reason} at byte {failure.start}") from failure
+        raise PiError(
+            f"{name} is not UTF-8: {failure.reason} at byte {failure.start}",
+            hint="give a text in UTF-8; iconv converts others",
+        ) from failure

@@ -182,7 +182,9 @@ def _check_combination(args: argparse.Namespace) -> None:
             "--perplexity takes its text from its own file", hint="leave out -p, -f and --chat"
         )
     if (args.window is not None or args.chunks != -1) and not args.perplexity:
-        raise UsageError("--window and --chunks belong to --perplexity")
+        raise UsageError(
+            "--window and --chunks belong to --perplexity", hint="add --perplexity FILE"
+        )
     if args.system_prompt is not None and not args.chat:
         raise UsageError("-sys needs --chat: a plain prompt has no messages", hint="add --chat")
     if args.n_predict < -2:

@@ -32,6 +32,7 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+_DAMAGED = "the file is damaged: convert or download it again"
 _ACTIVATIONS = (Activation.SILU, Activation.RELU)  # by PI_ACTIVATION_*
 _PREDICTORS = tuple(
     name.removeprefix("blk.{i}") for name in (Tensor.PREDICTOR_FC1, Tensor.PREDICTOR_FC2)
@@ -108,7 +109,8 @@ class ModelFile(NativeHandle):
     def _typed(self, name: str, kind: type[T]) -> T | None:
         value = self.metadata(name)
         if value is not None and not isinstance(value, kind):
-            raise PiError(f"metadata key {name} should be a {kind.__name__}, not {value!r:.40}")
+            message = f"metadata key {name} should be a {kind.__name__}, not {value!r:.40}"
+            raise PiError(message, hint=_DAMAGED)
         return value
 
 
@@ -120,7 +122,10 @@ def _decode(value: native_lib.Value, name: str) -> Any:  # noqa: ANN401 - the ty
     if value.type == _ARRAY and kind == _STRING:
         return _decode_texts(data, value.count, name)
     if kind not in _SCALARS:
-        raise PiError(f"metadata key {name} has the unsupported value type {kind}")
+        raise PiError(
+            f"metadata key {name} has the unsupported value type {kind}",
+            hint=_DAMAGED,
+        )
     numbers = struct.unpack(f"<{value.count}{_SCALARS[kind]}", data)
     return list(numbers) if value.type == _ARRAY else numbers[0]
 
@@ -141,5 +146,5 @@ def _decode_text(data: bytes, name: str) -> str:
     except UnicodeDecodeError as failure:
         raise PiError(
             f"metadata key {name} holds a text that is not UTF-8",
-            hint="the file is damaged: convert or download it again",
+            hint=_DAMAGED,
         ) from failure

@@ -198,7 +198,9 @@ def _checked_threshold(asked: float | None, mode: FfnMode) -> float | None:
             hint="use it with --ffn predicted",
         )
     if math.isnan(asked):
-        raise UsageError("the sparse threshold is not a number")
+        raise UsageError(
+            "the sparse threshold is not a number", hint="give a number, or inf or -inf"
+        )
     return min(max(asked, -_FLOAT32_MAX), _FLOAT32_MAX)
 
 

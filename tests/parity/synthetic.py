@@ -165,6 +165,8 @@ def write_spm_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
 def _write_key(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
     if isinstance(value, str):
         writer.add_string(name, value)
+    elif isinstance(value, bool):
+        writer.add_bool(name, value)
     elif isinstance(value, float):
         writer.add_float32(name, value)
     elif isinstance(value, list):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from parity import synthetic
 from powerinfer_toolkit import __version__
 from powerinfer_toolkit.runtime import Model
 from powerinfer_toolkit.runtime.cli import main
 from powerinfer_toolkit.runtime.plan.plan import Plan
 from powerinfer_toolkit.runtime.report import token_hash
 from powerinfer_toolkit.runtime.sampling import Sampling
+from refusals import Said, assert_refused, run_command
 
 RECORD = {
     "text": str,
@@ -32,33 +33,15 @@ RECORD = {
 }
 
 
-class Said:
-    """Exit code, stdout and stderr of one run."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
 @pytest.fixture
 def dense(synthetic_gguf) -> str:
     return str(synthetic_gguf("dense"))
 
 
 @pytest.fixture
-def pi_run(capsys, monkeypatch):
+def pi_run(capsys):
     """Runs the command with `stdin`; None is a terminal."""
-
-    def run(*flags: object, stdin: bytes | None = None) -> Said:
-        source = io.TextIOWrapper(io.BytesIO(stdin or b""))
-        monkeypatch.setattr(source, "isatty", lambda: stdin is None, raising=False)
-        monkeypatch.setattr(sys, "stdin", source)
-        try:
-            code = main([str(flag) for flag in flags])
-        except SystemExit as end:  # argparse
-            code = int(end.code or 0)
-        return Said(code, *capsys.readouterr())
-
-    return run
+    return partial(run_command, main, capsys)
 
 
 def complete(run, model: str, *flags: object, **options: object) -> Said:
@@ -137,7 +120,7 @@ def test_seeds_repeat_on_any_thread_count(pi_run, dense):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["-ngl", 20], "--vram-budget"),
+        (["-ngl", 20], "-ngl is not supported"),
         (["--vram-budget", 4], "without a GPU"),
         (["--vram-budget", -1], "without a GPU"),
         (["--vram-budget", "6000MiB"], "without a GPU"),
@@ -147,36 +130,50 @@ def test_seeds_repeat_on_any_thread_count(pi_run, dense):
         (["--predict-all", "--ffn", "dense"], "predict-all"),
         (["--predict-all"], "ReLU"),
         (["--sparse-threshold", 0], "no effect"),
+        (["--sparse-threshold", "nan"], "sparse threshold"),
         (["-t", 0], "threads 0"),
+        (["-t", -1], "threads -1"),
+        (["-t", 10**6], "threads 1000000"),
         (["-t", "many"], "invalid int"),
+        (["-t", "1.5"], "invalid int"),
+        (["-t"], "expected one argument"),
         (["-c", 513], "above the 512"),
         (["-c", -5], "context -5"),
+        (["-c", 10**30], "above the 512"),
         (["-b", 0], "batch 0"),
+        (["-b", -1], "batch -1"),
+        (["-b", 10**6], "batch 1000000"),
         (["-n", -3], "n-predict -3"),
+        (["-n", "ten"], "invalid int"),
         (["-s", -2], "seed -2"),
+        (["-s", 2**64], "seed 18446744073709551616"),
         (["--temp", -0.1], "temperature -0.1"),
         (["--temp", "nan"], "temperature nan"),
+        (["--temp", "inf"], "temperature inf"),
+        (["--temp", 1e39], "temperature 1e+39"),
         (["--top-k", -1], "top-k -1"),
+        (["--top-k", 2**31], "top-k 2147483648"),
         (["--top-p", 1.1], "top-p 1.1"),
+        (["--top-p", -0.1], "top-p -0.1"),
+        (["--top-p", "nan"], "top-p nan"),
         (["--min-p", -1], "min-p -1.0"),
+        (["--min-p", "1e400"], "min-p inf"),
         (["--repeat-penalty", 0], "repeat-penalty 0"),
+        (["--repeat-penalty", 1e-30], "repeat-penalty 1e-30"),
         (["--repeat-last-n", -2], "repeat-last-n -2"),
         (["--kv-type", "q4_0"], "invalid choice"),
         (["--activation-type", "f16"], "invalid choice"),
         (["--isa", "sse9"], "sse9"),
         (["-sys", "You are terse."], "--chat"),
         (["--window", 9], "--perplexity"),
+        (["--chunks", 3], "--perplexity"),
         (["--perplexity", "x"], "own file"),
         (["-f", "x"], "not allowed with"),
         (["--no-such-flag"], "unrecognized"),
     ],
 )
 def test_usage_errors(pi_run, dense, flags, says):
-    said = pi_run("-m", dense, "-p", "w1", *flags)
-    assert said.code == 2
-    assert says in said.err
-    assert said.out == ""
-    assert "Traceback" not in said.err
+    assert_refused(pi_run("-m", dense, "-p", "w1", *flags), 2, says)
 
 
 @pytest.mark.parametrize("flags", [["--vram-budget", 0], ["--vram-budget", "0GiB"]])
@@ -187,39 +184,60 @@ def test_powerinfer_flags_without_a_gpu(pi_run, dense, flags):
 
 
 def test_no_prompt_on_a_terminal(pi_run, dense):
-    said = pi_run("-m", dense)
-    assert said.code == 2
-    assert "no prompt" in said.err
+    assert_refused(pi_run("-m", dense), 2, "no prompt")
 
 
 def test_no_model(pi_run):
-    assert pi_run("-p", "w1").code == 2
+    assert_refused(pi_run("-p", "w1"), 2, "no model given")
+    assert_refused(pi_run("-m", "", "-p", "w1"), 2, "no model given")
 
 
-def test_missing_files(pi_run, dense, tmp_path):
-    for flags in (["-m", tmp_path / "no.gguf", "-p", "x"], ["-m", dense, "-f", tmp_path / "no"]):
-        said = pi_run(*flags)
-        assert said.code == 1
-        assert said.err.splitlines()[-2].startswith("error: ")
-        assert said.err.splitlines()[-1].startswith("hint: ")
+PROMPT_FILES = {
+    "missing": (lambda path: None, "No such file"),
+    "directory": (Path.mkdir, "Is a directory"),
+    "binary": (lambda path: path.write_bytes(bytes(range(256))), "is not UTF-8"),
+    "UTF-16": (lambda path: path.write_text("w1", encoding="utf-16"), "is not UTF-8"),
+    "Latin-1": (lambda path: path.write_text("é", encoding="latin-1"), "is not UTF-8"),
+    "too long": (lambda path: path.write_text("w1 " * 300), "does not fit the context of 64"),
+}
+
+
+@pytest.mark.parametrize("flag", ["-f", "--perplexity"])
+@pytest.mark.parametrize("what", PROMPT_FILES)
+def test_prompt_files_that_will_not_do(pi_run, dense, what, flag, tmp_path):
+    make, says = PROMPT_FILES[what]
+    make(tmp_path / "two words é")
+    said = pi_run("-m", dense, "-c", 64, flag, tmp_path / "two words é")
+    if flag == "--perplexity" and what == "too long":  # it is cut into windows
+        assert said.code == 0
+    else:
+        assert_refused(said, 1, says)
 
 
 def test_prompts_that_are_no_text(pi_run, dense):
-    said = pi_run("-m", dense, stdin=b"\xff\xfe")
-    assert (said.code, said.out) == (1, "")
-    assert "stdin is not UTF-8" in said.err
+    assert_refused(pi_run("-m", dense, stdin=b"\xff\xfe"), 1, "stdin is not UTF-8")
+    # what the shell passes on of an argument that is no text
+    assert_refused(pi_run("-m", dense, "-p", "\udcff"), 1, "not valid UTF-8")
+
+
+@pytest.mark.parametrize("stdin", [b"", b"\n"])
+def test_an_empty_prompt(pi_run, stdin, tmp_path):
+    """Nothing to start from, where the model has no BOS that could stand alone."""
+    shape = synthetic.Shape(n_layers=1)
+    weights = synthetic.dense_layout(synthetic.random_weights(shape, 0))
+    keys = {"tokenizer.ggml.add_bos_token": False}
+    path = synthetic.write_gguf(tmp_path / "m.gguf", shape, weights, keys=keys)
+    assert_refused(pi_run("-m", path, stdin=stdin), 2, "the prompt is empty")
+    assert_refused(pi_run("-m", path, "-p", ""), 2, "the prompt is empty")
 
 
 def test_a_long_prompt_is_refused(pi_run, dense):
     said = pi_run("-m", dense, "-p", "w1 " * 30, "-c", 16)
-    assert said.code == 1
-    assert "does not fit the context of 16" in said.err
+    assert_refused(said, 1, "does not fit the context of 16")
 
 
 def test_chat_needs_a_template(pi_run, dense):
-    said = pi_run("-m", dense, "-p", "w1", "--chat")
-    assert said.code == 1
-    assert "no chat template" in said.err
+    assert_refused(pi_run("-m", dense, "-p", "w1", "--chat"), 1, "no chat template")
 
 
 CHAT = "<|im_start|>{}\n{}<|im_end|>\n"  # ChatML, what SmolLM2 was tuned on
@@ -268,10 +286,10 @@ def test_perplexity(pi_run, dense, tmp_path):
     record = json.loads(said.out)
     with Model.load(dense) as model:
         ids = model.tokenizer.encode(text, add_special=False)
-        assert model.tokenizer.bos_id is None  # so that windows start with the text's own tokens
+        assert model.tokenizer.adds_bos  # so that every window starts with it
         losses = []
-        for begin in range(0, len(ids), 24):
-            window = ids[begin : begin + 24]
+        for begin in range(0, len(ids), 23):
+            window = [model.tokenizer.bos_id, *ids[begin : begin + 23]]
             logits = model.logits(window).astype(np.float64)
             logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
             losses += [-logits[i, token] for i, token in enumerate(window[1:])]
@@ -345,5 +363,5 @@ def test_doctor_names_what_is_wrong(pi_run, tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     said = pi_run("--doctor", "-m", tmp_path / "bad.gguf")
     assert said.code == 1
-    assert said.out.count("FAILED") == 2
-    assert "2 of 6 checks failed" in said.err
+    assert said.out.count("FAILED") == 3
+    assert "3 of 7 checks failed" in said.err

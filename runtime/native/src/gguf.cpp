@@ -97,13 +97,13 @@ Value read_array(Reader &reader) {
     if (element != ValueType::string) {
         const uint64_t width = scalar_bytes(element); // arrays of arrays end here
         if (count > reader.remaining() / width)
-            throw_bad_file("a metadata array is longer than the file");
+            throw_bad_file("the model file is truncated: a metadata array ends beyond it");
         value.bytes = reader.take(count * width);
         return value;
     }
     Reader ahead = reader;
     if (count > reader.remaining() / sizeof(uint64_t))
-        throw_bad_file("a metadata array is longer than the file");
+        throw_bad_file("the model file is truncated: a metadata array ends beyond it");
     for (uint64_t i = 0; i < count; ++i)
         ahead.string();
     value.bytes = reader.take(ahead.position() - reader.position());

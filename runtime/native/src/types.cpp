@@ -49,7 +49,7 @@ std::string name_of_unsupported(uint32_t id) {
         if (type.id == id)
             return "type " + std::string(type.name);
     }
-    return "the unknown type id " + std::to_string(id);
+    return "type id " + std::to_string(id);
 }
 
 } // namespace
