@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from powerinfer_toolkit import console
-from powerinfer_toolkit.convert.relufy.blocks import Blocks
 from powerinfer_toolkit.convert.relufy.mixture import to_sample
 from powerinfer_toolkit.convert.relufy.variants import set_threshold
+from powerinfer_toolkit.training.blocks import Blocks
 
 FIRST_THRESHOLD = 1e-3
 BISECTIONS = 6

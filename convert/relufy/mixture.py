@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from powerinfer_toolkit.convert.relufy import blocks
-from powerinfer_toolkit.convert.relufy.blocks import Blocks, Split, TextEncoder, TokenStore
-from powerinfer_toolkit.convert.relufy.documents import read_documents
-from powerinfer_toolkit.convert.relufy.settings import DataSource, RelufySettings
+from powerinfer_toolkit.convert.relufy.settings import RelufySettings
 from powerinfer_toolkit.errors import PiError
+from powerinfer_toolkit.training import blocks
+from powerinfer_toolkit.training.blocks import Blocks, Split, TextEncoder, TokenStore
+from powerinfer_toolkit.training.documents import read_documents
+from powerinfer_toolkit.training.sources import DataSource
 
 Sample = dict[str, Tensor]
 
@@ -27,17 +28,10 @@ def to_sample(block: npt.NDArray[np.uint32]) -> Sample:
     return {"input_ids": torch.from_numpy(block.astype(np.int64))}
 
 
-def weights_of(settings: RelufySettings) -> list[float] | None:
-    """Return the sources' weights, None where the settings give none."""
-    weights = [source.weight for source in settings.dataset_mixture]
-    return None if None in weights else [weight for weight in weights if weight is not None]
-
-
 class MappedMixture(Dataset[Sample]):
     """All samples of a run by number, so that continuing at a step is a matter of an index."""
 
-    def __init__(self, store: TokenStore, samples_a_step: int) -> None:
-        settings = store.settings
+    def __init__(self, settings: RelufySettings, store: TokenStore, samples_a_step: int) -> None:
         self.sources = [store.blocks(source, Split.TRAIN) for source in settings.dataset_mixture]
         for source, found in zip(settings.dataset_mixture, self.sources, strict=True):
             if not len(found):
@@ -51,7 +45,7 @@ class MappedMixture(Dataset[Sample]):
             steps = max(1, math.floor(settings.num_train_epochs * sum(counts) / samples_a_step))
         self.n_steps = steps
         n_samples = max(steps, 1) * samples_a_step  # no loader takes an empty data set
-        weights = weights_of(settings)
+        weights = blocks.weights_of(settings)
         self.order = blocks.mixture_order(counts, weights, n_samples, settings.seed)
 
     def __len__(self) -> int:
@@ -80,7 +74,7 @@ class StreamedMixture(IterableDataset[Sample]):
         sources = self.settings.dataset_mixture
         streams = [self._blocks(source, number) for number, source in enumerate(sources)]
         draw = random.Random(self.settings.seed)
-        weights = weights_of(self.settings)
+        weights = blocks.weights_of(self.settings)
         while True:
             (stream,) = draw.choices(streams, weights)
             yield to_sample(next(stream))

@@ -55,6 +55,7 @@ class TrainingForward:
         self.weights = LossWeights(settings.ce_weight, settings.kl_weight, temperature)
         n_vocab = model.get_output_embeddings().weight.shape[0]
         chunk = settings.loss_chunk_mib * 2**20 // (4 * n_vocab)
+        self.compiled = settings.torch_compile
         self.chunk_tokens = max(chunk, MIN_CHUNK_TOKENS)
         if teacher is not None and teacher.head.shape[0] != n_vocab:
             raise PiError(
@@ -81,6 +82,7 @@ class TrainingForward:
             self.weights,
             self.chunk_tokens,
             teacher,
+            compiled=self.compiled,
         )
         parts = {"loss": language.total, "ce": language.ce, "kl": language.kl}
         if self.probe is None:

@@ -12,8 +12,7 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from powerinfer_toolkit import console, hub
-from powerinfer_toolkit.convert.relufy import blocks, checkpoints, mixture, variants
-from powerinfer_toolkit.convert.relufy.blocks import Blocks, Split, TextEncoder, TokenStore
+from powerinfer_toolkit.convert.relufy import checkpoints, mixture, variants
 from powerinfer_toolkit.convert.relufy.evaluate import Evaluation, calibrate_threshold, evaluate
 from powerinfer_toolkit.convert.relufy.objective import Teacher, TrainingForward
 from powerinfer_toolkit.convert.relufy.output import Output
@@ -22,6 +21,8 @@ from powerinfer_toolkit.convert.relufy.sparsity import SparsityProbe
 from powerinfer_toolkit.convert.relufy.steering import steering_for
 from powerinfer_toolkit.convert.relufy.trainer import RelufyTrainer, training_arguments
 from powerinfer_toolkit.errors import PiError
+from powerinfer_toolkit.training import blocks
+from powerinfer_toolkit.training.blocks import Blocks, Split, TextEncoder, TokenStore
 
 
 @dataclass
@@ -89,14 +90,21 @@ def _data(settings: RelufySettings, encoder: TextEncoder, state: PartialState) -
         if wants_calibration:
             calibration = mixture.streamed_held_out(settings, encoder, Split.CALIBRATION)
         return Data(mixture.StreamedMixture(settings, encoder), test, calibration)
-    store = TokenStore(settings, encoder)
+    store = TokenStore(settings, encoder, token_folder(settings))
     with state.main_process_first():
         store.make()
     samples_a_step = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-    train = mixture.MappedMixture(store, samples_a_step * state.num_processes)
-    test = blocks.held_out_blocks(store, Split.TEST)
-    calibration = blocks.held_out_blocks(store, Split.CALIBRATION) if wants_calibration else None
+    train = mixture.MappedMixture(settings, store, samples_a_step * state.num_processes)
+    test = blocks.held_out_blocks(store, Split.TEST, settings.eval_blocks)
+    calibration = None
+    if wants_calibration:
+        calibration = blocks.held_out_blocks(store, Split.CALIBRATION, settings.eval_blocks)
     return Data(train, test, calibration)
+
+
+def token_folder(settings: RelufySettings) -> Path:
+    """Return where a run keeps its tokens."""
+    return Path(settings.token_dir or Path(settings.output_dir) / "tokens")
 
 
 def _bf16(settings: RelufySettings) -> bool:
@@ -138,8 +146,9 @@ def _trainer(
     probe = SparsityProbe(causal_lm)
     causal_lm.forward = TrainingForward(causal_lm, settings, probe, teacher)
     if settings.torch_compile:
-        for layer in causal_lm.get_decoder().layers:
-            layer.compile()
+        _compile_layers(causal_lm)
+        if teacher is not None:
+            _compile_layers(teacher.model)
     n_steps = data.train.n_steps
     arguments = training_arguments(settings, n_steps, bf16=bf16)
     trainer = RelufyTrainer(
@@ -150,6 +159,12 @@ def _trainer(
             "adapters cannot be merged under FSDP", hint="use DDP, or set use_peft: false"
         )
     return trainer
+
+
+def _compile_layers(causal_lm: Any) -> None:  # noqa: ANN401
+    """Compile layer by layer: one graph serves all."""
+    for layer in causal_lm.get_decoder().layers:
+        layer.compile()
 
 
 def _train(trainer: RelufyTrainer, settings: RelufySettings, output: Output) -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.settings import setting
+from powerinfer_toolkit.training.sources import DataSource, check_sources
 
 
 class Variant(StrEnum):
@@ -27,25 +28,6 @@ class Schedule(StrEnum):
 
     ADAPTIVE = "adaptive"
     STAGES = "stages"
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """One source of documents: local files, or a data set of the Hugging Face hub."""
-
-    path: str = setting("", "file or glob: .jsonl or .parquet records, else text; .gz and .xz too")
-    id: str = setting("", "data set of the hub, instead of path")
-    config: str | None = setting(None, "configuration of the hub's data set")
-    split: str = setting("train", "split of the hub's data set")
-    text_column: str = setting("text", "field of a record that holds the text")
-    messages_column: str = setting("messages", "field that holds a chat, for the chat template")
-    document_separator: str = setting("", "text between the documents of a text file")
-    weight: float | None = setting(None, "share of the training blocks, relative to the others'")
-
-    @property
-    def name(self) -> str:
-        """What messages call the source."""
-        return self.path or self.id
 
 
 @dataclass(frozen=True)
@@ -124,7 +106,7 @@ class RelufySettings:
     num_train_epochs: float = setting(1.0, "passes over the data, where max_steps is not given")
     max_steps: int = setting(-1, "optimiser steps; 0: only convert and calibrate")
     gradient_checkpointing: bool = setting(False, "recompute layers instead of keeping them")
-    torch_compile: bool = setting(False, "compile the decoder layers")
+    torch_compile: bool = setting(False, "compile layers and losses")
 
     logging_steps: int = setting(10, "steps between log lines")
     eval_steps: int = setting(100, "steps between held-out perplexities; 0: only at the end")
@@ -172,24 +154,8 @@ def _check_ranges(settings: RelufySettings) -> None:
 
 
 def _check_sources(settings: RelufySettings) -> None:
-    if not settings.dataset_mixture:
-        raise UsageError(
-            "dataset_mixture is empty", hint="give at least one {path: ...} or {id: ...}"
-        )
-    for source in [*settings.dataset_mixture, *settings.eval_mixture]:
-        if bool(source.path) == bool(source.id):
-            raise UsageError(
-                f"a source has path {source.path!r} and id {source.id!r}",
-                hint="give one of the two",
-            )
-        if source.weight is not None and source.weight <= 0:
-            raise UsageError(f"the weight of {source.name} is {source.weight}, not above 0")
+    check_sources(settings.dataset_mixture, settings.eval_mixture)
     weights = [source.weight for source in settings.dataset_mixture]
-    if None in weights and any(weights):
-        raise UsageError(
-            "some sources of dataset_mixture have a weight and some have none",
-            hint="give all of them one, or none (then each block is seen once an epoch)",
-        )
     if settings.streaming and settings.max_steps < 0:
         raise UsageError("streaming needs max_steps", hint="a stream's length is not known")
     if settings.streaming and len(weights) > 1 and None in weights:

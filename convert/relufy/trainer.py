@@ -20,13 +20,13 @@ from transformers import (
 
 from powerinfer_toolkit import console
 from powerinfer_toolkit.convert.relufy import checkpoints, mixture
-from powerinfer_toolkit.convert.relufy.blocks import Blocks
 from powerinfer_toolkit.convert.relufy.evaluate import Evaluation, evaluate
 from powerinfer_toolkit.convert.relufy.meter import Meter, check_gradients
 from powerinfer_toolkit.convert.relufy.objective import Teacher
 from powerinfer_toolkit.convert.relufy.settings import RelufySettings
 from powerinfer_toolkit.convert.relufy.steering import Steering
 from powerinfer_toolkit.errors import PiError
+from powerinfer_toolkit.training.blocks import Blocks
 
 
 def training_arguments(settings: RelufySettings, n_steps: int, *, bf16: bool) -> TrainingArguments:

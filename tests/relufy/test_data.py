@@ -10,10 +10,11 @@ import lzma
 import numpy as np
 import pytest
 
-from powerinfer_toolkit.convert.relufy import blocks, documents
-from powerinfer_toolkit.convert.relufy.blocks import Split, TextEncoder, TokenStore
-from powerinfer_toolkit.convert.relufy.settings import DataSource, RelufySettings
+from powerinfer_toolkit.convert.relufy.settings import RelufySettings
 from powerinfer_toolkit.errors import PiError
+from powerinfer_toolkit.training import blocks, documents
+from powerinfer_toolkit.training.blocks import Split, TextEncoder, TokenStore
+from powerinfer_toolkit.training.sources import DataSource
 
 SEPARATOR = 256
 DOCUMENTS = [f"document {i} " + "x" * (7 * i % 23) for i in range(120)]
@@ -121,7 +122,7 @@ def test_the_split_is_the_texts_own():
 def test_stored_blocks_are_the_documents_end_to_end(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", DOCUMENTS)
     source = DataSource(path=path)
-    store = TokenStore(settings(tmp_path, dataset_mixture=[source]), ENCODER)
+    store = TokenStore(settings(tmp_path, dataset_mixture=[source]), ENCODER, tmp_path)
     store.make()
     seen = set()
     for split in Split:
@@ -136,34 +137,42 @@ def test_tokens_are_made_once(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", DOCUMENTS)
     source = DataSource(path=path)
     chosen = settings(tmp_path, dataset_mixture=[source])
-    TokenStore(chosen, ENCODER).make()
+    TokenStore(chosen, ENCODER, tmp_path / "tokens").make()
 
     def fail(texts: list[str]) -> list[list[int]]:
         raise AssertionError("tokenised again")
 
-    again = TokenStore(chosen, TextEncoder(fail, chat_template, SEPARATOR, "bytes"))
+    again = TokenStore(
+        chosen, TextEncoder(fail, chat_template, SEPARATOR, "bytes"), tmp_path / "tokens"
+    )
     again.make()
     write_lines(tmp_path / "a.jsonl", DOCUMENTS[1:])
     with pytest.raises(AssertionError, match="tokenised again"):
         again.make()
 
 
+def test_at_most_so_many_documents_are_read(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    assert read(path=path, max_documents=7) == DOCUMENTS[:7]
+
+
 def test_held_out_sources_are_held_out_whole(tmp_path):
     train = DataSource(path=write_lines(tmp_path / "a.jsonl", DOCUMENTS[:100]))
     test = DataSource(path=write_lines(tmp_path / "b.jsonl", DOCUMENTS[100:]))
     chosen = settings(tmp_path, dataset_mixture=[train], eval_mixture=[test])
-    store = TokenStore(chosen, ENCODER)
+    store = TokenStore(chosen, ENCODER, tmp_path / "tokens")
     store.make()
     assert not len(store.blocks(train, Split.TEST)) + len(store.blocks(test, Split.TRAIN))
-    assert len(blocks.held_out_blocks(store, Split.TEST))
+    assert len(blocks.held_out_blocks(store, Split.TEST, 64))
 
 
 def test_nothing_held_out_is_an_error(tmp_path):
     source = DataSource(path=write_lines(tmp_path / "a.jsonl", DOCUMENTS))
-    store = TokenStore(settings(tmp_path, dataset_mixture=[source], held_out_share=1e-9), ENCODER)
+    chosen = settings(tmp_path, dataset_mixture=[source], held_out_share=1e-9)
+    store = TokenStore(chosen, ENCODER, tmp_path / "tokens")
     store.make()
     with pytest.raises(PiError, match="held out for test"):
-        blocks.held_out_blocks(store, Split.TEST)
+        blocks.held_out_blocks(store, Split.TEST, 64)
 
 
 def test_without_weights_every_block_comes_once_an_epoch():

@@ -114,11 +114,13 @@ def test_held_out_perplexity_is_transformers_own(tmp_path):
     assert cli.main([str(config)]) == 0
     out = tmp_path / "out"
     results = json.loads((out / "relufy_results.json").read_text())
-    from powerinfer_toolkit.convert.relufy import blocks, run
+    from powerinfer_toolkit.convert.relufy import run
+    from powerinfer_toolkit.training import blocks
 
     chosen = cli.read_settings(cli.build_parser().parse_args([str(config)]))
     encoder = blocks.text_encoder(run._tokenizer(out), None)
-    test = blocks.held_out_blocks(blocks.TokenStore(chosen, encoder), blocks.Split.TEST)
+    store = blocks.TokenStore(chosen, encoder, run.token_folder(chosen))
+    test = blocks.held_out_blocks(store, blocks.Split.TEST, chosen.eval_blocks)
     ids = torch.from_numpy(test.astype("int64"))
     loss = AutoModelForCausalLM.from_pretrained(out)(ids, labels=ids).loss.item()
     assert results["relu"]["loss"] == pytest.approx(loss, rel=1e-5)

@@ -24,18 +24,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 OnFfn = Callable[[int, Tensor, Tensor], Tensor | None]
 
 
-class FatRelu(nn.Module):
-    """x where x > threshold, else 0 (ProSparse, arXiv 2402.13516)."""
-
-    def __init__(self, threshold: float) -> None:
-        super().__init__()
-        self.threshold = threshold
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply it elementwise."""
-        return torch.where(x > self.threshold, x, 0.0)
-
-
 @dataclass(frozen=True)
 class FfnBlock:
     """One layer's FFN: `norm`, whose input is the residual stream; `gate`; `down`, whose input is act(gate) * up."""
@@ -129,7 +117,7 @@ def _find_blocks(model: Any, threshold: float, name: str) -> list[FfnBlock]:  # 
     try:
         for layer in model.base_model.layers:
             if threshold > 0:
-                layer.mlp.act_fn = FatRelu(threshold)
+                layer.mlp.act_fn = nn.Threshold(threshold, 0.0)  # FATReLU: x if x > threshold
             blocks.append(
                 FfnBlock(layer.post_attention_layernorm, layer.mlp.gate_proj, layer.mlp.down_proj)
             )

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from powerinfer_toolkit import artifact, console
-from powerinfer_toolkit.convert.relufy.documents import ChatTemplate, local_files, read_documents
-from powerinfer_toolkit.convert.relufy.settings import DataSource, RelufySettings
 from powerinfer_toolkit.errors import PiError
+from powerinfer_toolkit.training.documents import ChatTemplate, local_files, read_documents
+from powerinfer_toolkit.training.sources import DataSource
 
 TOKENIZE_AT_ONCE = 256  # documents
 
@@ -35,12 +35,16 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A tokenizer as this stage needs it; `fingerprint` identifies its vocabulary."""
+    """A tokenizer as training needs it; `fingerprint` identifies its vocabulary.
+
+    `bos_id` is the token that begins every text of this tokenizer, None where it adds none.
+    """
 
     tokenize: Tokenize
     chat_template: ChatTemplate
     separator_id: int
     fingerprint: str
+    bos_id: int | None = None
 
 
 def text_encoder(tokenizer: Any, separator_token: str | None) -> TextEncoder:  # noqa: ANN401
@@ -63,7 +67,9 @@ def text_encoder(tokenizer: Any, separator_token: str | None) -> TextEncoder:  #
 
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     fingerprint = hashlib.sha256(vocabulary).hexdigest()
-    return TextEncoder(tokenize, chat_template, separator_id, fingerprint)
+    first = tokenizer("a")["input_ids"][0]
+    bos_id = first if first == tokenizer.bos_token_id else None
+    return TextEncoder(tokenize, chat_template, separator_id, fingerprint, bos_id)
 
 
 def split_of(text: str, held_out_share: float) -> Split:
@@ -108,12 +114,40 @@ def pack(documents: Sequence[npt.NDArray[np.uint32]], max_length: int) -> Blocks
     return tokens[: n_blocks * max_length].reshape(n_blocks, max_length)
 
 
-class TokenStore:
-    """Tokenised sources on disk, made once a run (or once for runs that share `token_dir`)."""
+class TextSettings(Protocol):
+    """What settings say of texts: sources, the share of documents held out, the block's tokens, the order."""
 
-    def __init__(self, settings: RelufySettings, encoder: TextEncoder) -> None:
-        self.settings, self.encoder = settings, encoder
-        self.folder = Path(settings.token_dir or Path(settings.output_dir) / "tokens")
+    @property
+    def dataset_mixture(self) -> list[DataSource]:
+        """Sources to train on."""
+        ...
+
+    @property
+    def eval_mixture(self) -> list[DataSource]:
+        """Held-out sources; none: held_out_share of the documents."""
+        ...
+
+    @property
+    def held_out_share(self) -> float:
+        """Share of the documents that no training sees."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Tokens a block."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Seed of the order."""
+        ...
+
+
+class TokenStore:
+    """Tokenised sources in `folder`, made once a run, or once for runs that share the folder."""
+
+    def __init__(self, settings: TextSettings, encoder: TextEncoder, folder: Path) -> None:
+        self.settings, self.encoder, self.folder = settings, encoder, folder
 
     def make(self) -> None:
         """Tokenise what is not there yet."""
@@ -163,8 +197,8 @@ class TokenStore:
         return self.folder / f"{key}.{split}.npy"
 
 
-def held_out_blocks(store: TokenStore, split: Split) -> Blocks:
-    """Return at most `eval_blocks` held-out blocks, each source in proportion. Raises PiError if none."""
+def held_out_blocks(store: TokenStore, split: Split, n_blocks: int) -> Blocks:
+    """Return at most `n_blocks` held-out blocks, each source in proportion. Raises PiError if none."""
     settings = store.settings
     sources = settings.eval_mixture or settings.dataset_mixture
     found = np.concatenate([store.blocks(source, split) for source in sources])
@@ -174,7 +208,13 @@ def held_out_blocks(store: TokenStore, split: Split) -> Blocks:
             hint="raise held_out_share, give eval_mixture, or split text with document_separator",
         )
     order = np.random.default_rng([settings.seed, len(found)]).permutation(len(found))
-    return np.asarray(found[order[: settings.eval_blocks]])
+    return np.asarray(found[order[:n_blocks]])
+
+
+def weights_of(settings: TextSettings) -> list[float] | None:
+    """Return the sources' weights, None where the settings give none."""
+    weights = [source.weight for source in settings.dataset_mixture]
+    return None if None in weights else [weight for weight in weights if weight is not None]
 
 
 def mixture_order(

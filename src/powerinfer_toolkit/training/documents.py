@@ -5,14 +5,15 @@ from __future__ import annotations
 import bz2
 import glob
 import gzip
+import itertools
 import json
 import lzma
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from powerinfer_toolkit.convert.relufy.settings import DataSource
 from powerinfer_toolkit.errors import PiError
+from powerinfer_toolkit.training.sources import DataSource
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -33,6 +34,10 @@ def local_files(source: DataSource) -> list[Path]:
 
 def read_documents(source: DataSource, chat_template: ChatTemplate) -> Iterator[str]:
     """Yield the documents of a source in its own order; empty ones are left out. Raises PiError."""
+    return itertools.islice(_documents(source, chat_template), source.max_documents)
+
+
+def _documents(source: DataSource, chat_template: ChatTemplate) -> Iterator[str]:
     records = _hub_records(source) if source.id else _local_records(source)
     for where, record in records:
         text = record if isinstance(record, str) else _text_of(record, source, chat_template, where)
