@@ -7,6 +7,8 @@ import io
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +22,7 @@ from powerinfer_toolkit.runtime.options import plan_options
 from powerinfer_toolkit.runtime.perplexity import cut_windows, measure
 from powerinfer_toolkit.runtime.plan.machine import probe
 from powerinfer_toolkit.runtime.plan.planner import PlanOptions, plan_cpu
+from powerinfer_toolkit.runtime.record import recording
 from powerinfer_toolkit.runtime.sampling import Sampling
 
 
@@ -42,6 +45,14 @@ def open_model(path: str, options: PlanOptions) -> Model:
     return Model(file, plan)
 
 
+@contextmanager
+def open_for(args: argparse.Namespace) -> Iterator[Model]:
+    """Open the model that the flags name, recording its activations where they say so."""
+    options = plan_options(args, args.threads, args.ctx_size)
+    with open_model(args.model, options) as model, recording(model, args.record_activations):
+        yield model
+
+
 def dry_run(args: argparse.Namespace) -> None:
     """Print the plan to stdout."""
     with ModelFile(args.model) as file:
@@ -55,7 +66,7 @@ def complete(args: argparse.Namespace) -> None:
     """Print what follows the prompt, then timings or the JSON record."""
     prompt, options = read_prompt(args), generate_options(args)
     start = time.perf_counter()
-    with open_model(args.model, plan_options(args, args.threads, args.ctx_size)) as model:
+    with open_for(args) as model:
         tokens = model.tokenizer.encode(prompt)
         load_seconds = time.perf_counter() - start
         generation = model.generate(tokens, **options)
@@ -72,7 +83,7 @@ def chat(args: argparse.Namespace) -> None:
     message = read_prompt(args) if prompted else ""
     options = generate_options(args)
     start = time.perf_counter()
-    with open_model(args.model, plan_options(args, args.threads, args.ctx_size)) as model:
+    with open_for(args) as model:
         conversation = Chat(model, system=args.system_prompt or "", **options)
         load_seconds = time.perf_counter() - start
         if prompted:
@@ -85,7 +96,7 @@ def chat(args: argparse.Namespace) -> None:
 def perplexity(args: argparse.Namespace) -> None:
     """Print the perplexity of a text file."""
     text = _read_text(args.perplexity)
-    with open_model(args.model, plan_options(args, args.threads, args.ctx_size)) as model:
+    with open_for(args) as model:
         windows = cut_windows(model, text, args.window, args.chunks)
         shown = console.progress(windows, total=len(windows), label="perplexity", unit="window")
         result = measure(model, shown)

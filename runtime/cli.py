@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from powerinfer_toolkit import cli
 from powerinfer_toolkit.errors import UsageError
@@ -137,6 +138,13 @@ def _add_action_options(parser: argparse.ArgumentParser) -> None:
         help="print one JSON object at the end: text, token_ids, prompt_tokens, decode_tokens, prompt_seconds "
         "(up to the first token), decode_seconds, ffn_mode, active_share, load_seconds, peak_rss_bytes; with "
         "--perplexity: perplexity, tokens, ffn_mode, active_share; with --dry-run: the plan",
+    )
+    group.add_argument(
+        "--record-activations",
+        metavar="OUT",
+        type=Path,
+        help="count which FFN neurons fire, as pi-profile does, and write it to OUT (.safetensors), added to what "
+        "OUT holds of this model; needs --ffn exact or dense",
     )
     group.add_argument(
         "--dry-run",

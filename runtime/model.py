@@ -22,6 +22,7 @@ from powerinfer_toolkit.runtime.plan.shape import ModelShape
 from powerinfer_toolkit.runtime.sampling import Sampling
 
 if TYPE_CHECKING:
+    from powerinfer_toolkit.runtime.record import ActivationRecorder
     from powerinfer_toolkit.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -40,6 +41,7 @@ class Model:
         self.plan = plan
         self._cached: list[int] = []  # tokens that sequence 0 holds
         self._text_id = 0  # counts the users of sequence 0
+        self._recorder: ActivationRecorder | None = None
         try:
             self.engine = Engine(file, plan)
         except BaseException:
@@ -142,7 +144,7 @@ class Model:
         out = np.empty((ids.size, self.config.n_vocab), dtype=np.float32)
         rule = self._prompt_rule(ids.size)
         for begin, chunk in self._chunks(ids):
-            self.engine.run(Batch(chunk, want_logits=True, ffn_rules=rule))
+            self._step(Batch(chunk, want_logits=True, ffn_rules=rule))
             out[begin : begin + chunk.size] = self.engine.logits()
         return out
 
@@ -159,7 +161,7 @@ class Model:
         rule = FfnRule.PREDICT if predicted else FfnRule.AUTO
         for begin, chunk in self._chunks(ids):
             end = begin + chunk.size
-            self.engine.run(Batch(chunk, targets=targets[begin:end], ffn_rules=rule))
+            self._step(Batch(chunk, targets=targets[begin:end], ffn_rules=rule))
             out[begin:end] = self.engine.logprobs()
         return out[:-1]
 
@@ -201,7 +203,7 @@ class Model:
         for begin in range(0, ids.size, self.plan.max_batch_tokens):
             chunk = ids[begin : begin + self.plan.max_batch_tokens]
             last = np.arange(begin, begin + chunk.size) == ids.size - 1
-            self.engine.run(Batch(chunk, want_logits=last, ffn_rules=rule))
+            self._step(Batch(chunk, want_logits=last, ffn_rules=rule))
             self._cached += chunk.tolist()
         return user
 
@@ -214,9 +216,27 @@ class Model:
             )
         if len(self._cached) >= self.plan.n_context:
             return False
-        self.engine.run(Batch([token], want_logits=True))
+        self._step(Batch([token], want_logits=True))
         self._cached.append(token)
         return True
+
+    def record_activations(self) -> ActivationRecorder:
+        """Count from now on which neurons fire in sequence 0; UsageError where the model's plan does not tell."""
+        from powerinfer_toolkit.runtime.record import ActivationRecorder, check_recordable
+
+        check_recordable(self)
+        self.engine.record_fired(True)
+        bos_id = self.tokenizer.bos_id
+        self._recorder = ActivationRecorder(self.config.n_layers, self.config.n_ff, bos_id)
+        return self._recorder
+
+    def _step(self, batch: Batch) -> None:
+        """Run a step of sequence 0."""
+        position = self.engine.kv_length()
+        self.engine.run(batch)
+        if self._recorder is not None:
+            tokens = np.asarray(batch.tokens).tolist()
+            self._recorder.observe(position, tokens, self.engine.fired())
 
     def _checked(self, tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
         ids = int32_array("tokens", tokens, upper=self.config.n_vocab)
