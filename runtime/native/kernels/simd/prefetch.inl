@@ -28,7 +28,7 @@ inline Lookahead look_ahead(int64_t n_blocks, int64_t block_bytes) {
     const int64_t group_bytes = group_rows * n_blocks * block_bytes;
     if (group_bytes > prefetch_bytes)
         return {0, prefetch_bytes / (group_rows * block_bytes)};
-    const int64_t groups = group_bytes > 0 ? prefetch_bytes / group_bytes : 0;
+    const int64_t groups = group_bytes > 0 ? (prefetch_bytes + group_bytes - 1) / group_bytes : 0;
     return {groups < max_groups_ahead ? groups : max_groups_ahead, 0};
 }
 
