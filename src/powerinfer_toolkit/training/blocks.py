@@ -57,9 +57,14 @@ def text_encoder(tokenizer: Any, separator_token: str | None) -> TextEncoder:  #
         )
 
     def tokenize(texts: list[str]) -> list[list[int]]:
-        ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
+        encoded = tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        ids: list[list[int]] = encoded["input_ids"]
         return ids
 
     def chat_template(messages: list[dict[str, str]]) -> str:
@@ -208,7 +213,7 @@ def held_out_blocks(store: TokenStore, split: Split, n_blocks: int) -> Blocks:
             hint="raise held_out_share, give eval_mixture, or split text with document_separator",
         )
     order = np.random.default_rng([settings.seed, len(found)]).permutation(len(found))
-    return np.asarray(found[order[:n_blocks]])
+    return found[order[:n_blocks]]
 
 
 def weights_of(settings: TextSettings) -> list[float] | None:
@@ -239,3 +244,44 @@ def mixture_order(
         orders = [np.random.default_rng([seed, 1, source, r]).permutation(n) for r in range(rounds)]
         order[places, 1] = np.concatenate([*orders, np.zeros(0, np.int64)])[: len(places)]
     return order
+
+
+class TrainingBlocks:
+    """The blocks to train on, of all sources, in the order that seed and weights decide; mapped from the disk.
+
+    At most `max_blocks` of them, None: all. Where the tokenizer begins texts with BOS, so does every block, as
+    every text does when the model runs. Raises PiError where there are none.
+    """
+
+    def __init__(self, store: TokenStore, max_blocks: int | None = None) -> None:
+        settings = store.settings
+        self._sources = [store.blocks(source, Split.TRAIN) for source in settings.dataset_mixture]
+        self._bos_id = store.encoder.bos_id
+        counts = [len(found) for found in self._sources]
+        total = sum(counts)
+        if min(counts) == 0:
+            raise PiError(
+                f"{settings.dataset_mixture[counts.index(0)].name} has no block of {settings.max_length} tokens",
+                hint="give more text, or lower max_length or held_out_share",
+            )
+        n = total if max_blocks is None else min(total, max_blocks)
+        self._order = mixture_order(counts, weights_of(settings), n, settings.seed)
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return len(self._order)
+
+    def rows(self, numbers: Sequence[int] | npt.NDArray[np.int64]) -> Blocks:
+        """Return the blocks with these numbers, [len(numbers), max_length]."""
+        chosen = self._order[np.asarray(numbers, dtype=np.int64)]
+        rows = np.stack([self._sources[source][block] for source, block in chosen])
+        return begun_by(rows, self._bos_id)
+
+
+def begun_by(blocks: Blocks, bos_id: int | None) -> Blocks:
+    """Return the blocks with BOS in place of their first token, where the tokenizer has it there."""
+    if bos_id is None:
+        return blocks
+    blocks = blocks.copy()
+    blocks[:, 0] = bos_id
+    return blocks
