@@ -3,7 +3,7 @@
 set -uo pipefail
 work=$1 out=$2
 trial() {
-    SECONDS_MAX=100 bash "$(dirname "$0")/relufy_smollm2.sh" "$work" "$out" "trial-$1" --max_steps 14 --logging_steps 2 \
+    SECONDS_MAX=150 bash "$(dirname "$0")/relufy_smollm2.sh" "$work" "$out" "trial-$1" --max_steps 14 --logging_steps 2 \
         --eval_steps 0 --save_steps 0 "${@:2}"
     python3 -c 'import torch; print(torch.cuda.get_device_name())' > "$out/device.txt"
     rm -rf "$work/trial-$1"
