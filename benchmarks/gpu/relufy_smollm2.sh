@@ -5,7 +5,7 @@ set -euo pipefail
 work=$1 out=$2 run=$3
 shift 3
 root=$(cd "$(dirname "$0")/../.." && pwd)
-export PYTHONPATH=$root/src:$work/site PYTHONUNBUFFERED=1
+export PYTHONPATH=$root/src:$work/site PYTHONUNBUFFERED=1 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
 begin=$(date +%s)
 status=0
 cd "$work"

@@ -32,7 +32,7 @@ from powerinfer_toolkit.training.blocks import Blocks
 def training_arguments(settings: RelufySettings, n_steps: int, *, bf16: bool) -> TrainingArguments:
     """Return the settings in transformers' words."""
     cuda = torch.cuda.is_available()
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(Path(settings.output_dir) / "checkpoints"),
         run_name=settings.run_name,
         report_to=settings.report_to,
@@ -64,6 +64,10 @@ def training_arguments(settings: RelufySettings, n_steps: int, *, bf16: bool) ->
         ddp_find_unused_parameters=False,
         disable_tqdm=True,
     )
+    if arguments.n_gpu > 1:  # the Trainer would split batches over threads, without accelerate
+        console.info(f"using one of {arguments.n_gpu} GPUs; `accelerate launch` uses all")
+        arguments._n_gpu = 1
+    return arguments
 
 
 class RelufyTrainer(Trainer):
