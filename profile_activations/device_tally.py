@@ -55,4 +55,4 @@ class DeviceTally:
 
 
 def _to_tally(sums: dict[str, Tensor]) -> Tally:
-    return Tally(*(np.array(sums[field.name].cpu()) for field in fields(Tally)))
+    return Tally(*(np.array(sums[field.name].cpu().numpy()) for field in fields(Tally)))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from safetensors import safe_open
@@ -25,14 +22,15 @@ from powerinfer_toolkit.profile_activations.device_tally import DeviceTally
 from powerinfer_toolkit.profile_activations.settings import ProfileSettings
 from powerinfer_toolkit.settings import to_mapping
 from powerinfer_toolkit.statistics import EXCLUDED, FILE_NAME, KIND, ActivationStatistics, Tally
-from powerinfer_toolkit.training.checkpoint import SparseModel, load_sparse_model
-from powerinfer_toolkit.training.corpus import Block, Corpus, TextColumns
+from powerinfer_toolkit.training.blocks import TokenStore, TrainingBlocks, text_encoder
+from powerinfer_toolkit.training.checkpoint import load_sparse_model, load_tokenizer
 
 _STATE_DIRECTORY = ".resume"
+_FREE = ("token_dir", "save_steps", "upstream")  # settings that change no count
 
 
 def profile(source: str, output: Path, settings: ProfileSettings) -> ActivationStatistics:
-    """Count activations of the checkpoint `source` over settings.data; write them into the directory `output`.
+    """Count activations of the checkpoint `source` over the texts; write them into the directory `output`.
 
     Under accelerate every process takes its share of the blocks, and the sums are added at the end. The same
     call continues an interrupted one and ends with the same numbers. Raises PiError, also where no token of
@@ -42,14 +40,16 @@ def profile(source: str, output: Path, settings: ProfileSettings) -> ActivationS
     output.mkdir(parents=True, exist_ok=True)
     model = load_sparse_model(source, dtype=settings.torch_dtype, device=accelerator.device)
     origin = model.origin()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model.source.path)
-    columns = TextColumns(settings.text_column, settings.messages_column, settings.split)
-    corpus = Corpus(settings.data, tokenizer, settings.max_length, columns)
+    encoder = text_encoder(load_tokenizer(model.source), settings.separator_token)
+    store = TokenStore(settings, encoder, Path(settings.token_dir or output / "tokens"))
+    with accelerator.main_process_first():
+        store.make()
+    max_blocks = None if settings.max_tokens is None else settings.max_tokens // settings.max_length
+    blocks = TrainingBlocks(store, max_blocks)
     tally = DeviceTally(model)
     progress = _Progress(output, accelerator, _identity(settings, origin, accelerator))
-    n_done = progress.load(tally)
-    blocks = _shard(corpus, settings, accelerator, n_done)
-    _count(model, tally, blocks, settings, progress, tokenizer.bos_token_id)
+    progress.load(tally)
+    _count(tally, blocks, settings, progress, encoder.bos_id)
     statistics = ActivationStatistics(tally.merged(accelerator), _manifest(settings, origin))
     if statistics.n_tokens == 0:
         raise PiError("no token of the text counts", hint=f"not counted are {EXCLUDED}")
@@ -62,62 +62,33 @@ def profile(source: str, output: Path, settings: ProfileSettings) -> ActivationS
     return statistics
 
 
-def _shard(
-    corpus: Corpus, settings: ProfileSettings, accelerator: Accelerator, n_done: int
-) -> Iterator[Block]:
-    """Yield this process's blocks that are not done yet."""
-    n_blocks = None
-    if settings.max_tokens is not None:
-        n_blocks = settings.max_tokens // settings.max_length
-    rank, n_processes = accelerator.process_index, accelerator.num_processes
-    return itertools.islice(corpus.blocks(), rank + n_done * n_processes, n_blocks, n_processes)
-
-
 def _count(
-    model: SparseModel,
     tally: DeviceTally,
-    blocks: Iterator[Block],
+    blocks: TrainingBlocks,
     settings: ProfileSettings,
     progress: _Progress,
-    bos: int | None,
+    bos_id: int | None,
 ) -> None:
-    start, n_tokens = time.perf_counter(), 0
-    batches = _batches(blocks, settings.per_device_batch_size)
-    shown = console.progress(batches, total=None, label="profile", unit="batch")
-    for step, batch in enumerate(shown, 1):
-        tokens, counted = _pad(batch, bos)
-        tally.observe(torch.from_numpy(tokens), torch.from_numpy(counted))
-        n_tokens += tokens.size
-        progress.n_done += len(batch)
+    """Count this process's share of the blocks, but those that are counted already."""
+    accelerator, size = progress.accelerator, settings.per_device_batch_size
+    share = range(accelerator.process_index, len(blocks), accelerator.num_processes)
+    begins = range(progress.n_done, len(share), size)
+    start = time.perf_counter()
+    shown = console.progress(begins, total=len(begins), label="profile", unit="batch")
+    for step, begin in enumerate(shown, 1):
+        tokens = torch.from_numpy(blocks.rows(share[begin : begin + size]).astype(np.int64))
+        tally.observe(tokens, torch.ones_like(tokens) if bos_id is None else tokens != bos_id)
+        progress.n_done = begin + len(tokens)
         if step % settings.save_steps == 0:
             progress.save(tally)
-    counts = tally.tally()  # waits for the device
-    seconds = time.perf_counter() - start
-    console.info(f"{counts.tokens[0]} tokens counted, {n_tokens / seconds:,.0f} tokens/s")
-
-
-def _batches(blocks: Iterator[Block], size: int) -> Iterator[list[Block]]:
-    while batch := list(itertools.islice(blocks, size)):
-        yield batch
-
-
-def _pad(blocks: list[Block], bos: int | None) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return tokens and which of them count, both [n_sequences, n_positions]; shorter blocks end in padding.
-
-    Attention is causal, so what stands behind a block's end changes nothing in it.
-    """
-    length = max(block.size for block in blocks)
-    tokens = np.zeros((len(blocks), length), np.int64)
-    counted = np.zeros(tokens.shape, np.bool_)
-    for row, block in enumerate(blocks):
-        tokens[row, : block.size] = block
-        counted[row, 1 : block.size] = block[1:] != (-1 if bos is None else bos)
-    return tokens, counted
+    tally.tally()  # waits for the device
+    n_tokens = (len(share) - (begins.start if begins else len(share))) * settings.max_length
+    console.info(f"{n_tokens / (time.perf_counter() - start):,.0f} tokens/s")
 
 
 def _identity(settings: ProfileSettings, origin: Origin, accelerator: Accelerator) -> str:
     """Return what has to agree between an interrupted run and the one that continues it."""
-    values = to_mapping(settings) | {
+    values = {n: v for n, v in to_mapping(settings).items() if n not in _FREE} | {
         "weights": origin.sha256,
         "name": origin.name,
         "processes": accelerator.num_processes,
@@ -139,10 +110,10 @@ class _Progress:
         rank = self.accelerator.process_index
         return self.output / _STATE_DIRECTORY / f"process_{rank}.safetensors"
 
-    def load(self, tally: DeviceTally) -> int:
-        """Put saved sums into `tally`; return the number of blocks in them."""
+    def load(self, tally: DeviceTally) -> None:
+        """Put saved sums into `tally`, and how many blocks are in them into n_done."""
         if not self._path.is_file():
-            return 0
+            return
         with safe_open(self._path, "np") as file:
             metadata = file.metadata()
             arrays = [file.get_tensor(field.name) for field in fields(Tally)]
@@ -154,7 +125,6 @@ class _Progress:
         tally.load(Tally(*arrays))
         self.n_done = int(metadata["blocks"])
         console.info(f"continuing after {self.n_done} blocks")
-        return self.n_done
 
     def save(self, tally: DeviceTally) -> None:
         """Write the sums so far."""
@@ -171,9 +141,8 @@ class _Progress:
 
 def _manifest(settings: ProfileSettings, origin: Origin) -> Manifest:
     origins = {"weights": origin}
-    for number, source in enumerate(settings.data):
-        name = Path(source).name if Path(source).exists() else source
-        origins[f"data_{number}"] = Origin(name)
+    for number, source in enumerate(settings.dataset_mixture):
+        origins[f"text_{number}"] = Origin(source.id or Path(source.path).name)
     kept: dict[str, str | int | float | bool] = {
         "max_length": settings.max_length,
         "max_tokens": settings.max_tokens or -1,

@@ -58,10 +58,10 @@ def to_text(statistics: ActivationStatistics) -> str:
         _line("layer", list(COLUMNS.values()), ["dead", "on"]),
     ]
     for layer in range(n_layers):
-        shares = [f"{by_layer[name][layer]:.1%}" for name in COLUMNS]
+        shares = [_percent(by_layer[name][layer]) for name in COLUMNS]
         counts = [str(by_layer[name][layer]) for name in ("dead", "always_on")]
         lines.append(_line(str(layer), shares, counts))
-    means = [f"{np.mean(by_layer[name]):.1%}" for name in COLUMNS]
+    means = [_percent(float(np.mean(by_layer[name]))) for name in COLUMNS]
     sums = [str(int(np.sum(by_layer[name]))) for name in ("dead", "always_on")]
     lines.append(_line("all", means, sums))
     lines += [
@@ -74,6 +74,10 @@ def to_text(statistics: ActivationStatistics) -> str:
         "tokens or more.",
     ]
     return "\n".join(lines)
+
+
+def _percent(share: float) -> str:
+    return "-" if np.isnan(share) else f"{share:.1%}"
 
 
 def _line(first: str, shares: list[str], counts: list[str]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.settings import setting
+from powerinfer_toolkit.training.sources import DataSource, check_sources
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -14,18 +15,15 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class ProfileSettings:
     """Settings of one pass; docs/cli.md explains them."""
 
-    data: list[str] = setting(
-        [],
-        "texts, in order: .txt, .jsonl, .parquet, .npy (token ids), or NAME[:CONFIGURATION] of the hub",
+    dataset_mixture: list[DataSource] = setting([], "sources of text, see docs/training.md")
+    eval_mixture: list[DataSource] = setting(
+        [], "held-out sources, which are not counted; none: documents held out"
     )
-    text_column: str = setting("text", "column of the text in .jsonl, .parquet and hub data sets")
-    messages_column: str = setting(
-        "messages", "column of a conversation, put through the chat template where a record has it"
-    )
-    split: str = setting("train", "split of hub data sets")
-    max_length: int = setting(
-        1024, "tokens of a block; texts are joined by EOS and cut into blocks"
-    )
+    held_out_share: float = setting(0.01, "share of the documents that is left out, as in training")
+    separator_token: str | None = setting(None, "token after a document; none: end of text")
+    max_length: int = setting(1024, "tokens of a block; documents are packed into blocks")
+    token_dir: str | None = setting(None, "where tokenised text is kept; none: OUT/tokens")
+    seed: int = setting(0, "seed of the order")
     max_tokens: int | None = setting(None, "stop after so many tokens; default: all")
     per_device_batch_size: int = setting(16, "blocks that run at a time in every process")
     torch_dtype: str = setting(
@@ -45,6 +43,7 @@ class ProfileSettings:
         for name in ("max_length", "per_device_batch_size", "save_steps"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", hint="give 1 or more")
+        check_sources(self.dataset_mixture, self.eval_mixture)
         if self.max_tokens is not None and self.max_tokens < self.max_length:
             raise UsageError(
                 f"max_tokens {self.max_tokens} is less than a block of {self.max_length}"

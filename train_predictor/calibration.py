@@ -17,7 +17,8 @@ from torch import Tensor
 
 from powerinfer_toolkit.train_predictor.capture import Costs
 from powerinfer_toolkit.train_predictor.network import PredictorStack
-from powerinfer_toolkit.train_predictor.training import Blocks, Context
+from powerinfer_toolkit.train_predictor.texts import Blocks
+from powerinfer_toolkit.train_predictor.training import Context
 
 N_EDGES = 257
 _SPAN = 4.0  # standard deviations of a layer's logits that the thresholds cover
@@ -127,10 +128,12 @@ class Market:
             totals = {rank: float(total[layer]) for rank, (total, _) in options.items()}
             rank = min(totals, key=lambda rank: totals[rank])
             exact = price * float(self.curves[rank].read[layer, 0])
-            if self.may_be_exact and exact <= totals[rank]:
-                choices.append(EXACT)
+            at = int(options[rank][1][layer])
+            if at == 0 or (self.may_be_exact and exact <= totals[rank]):
+                choices.append(
+                    EXACT
+                )  # a threshold of -infinity reads as much, and the predictor besides
                 continue
-            at = options[rank][1][layer]
             choices.append(Choice(rank, float(self.curves[rank].thresholds[layer, at])))
         return choices
 

@@ -19,7 +19,8 @@ from powerinfer_toolkit.train_predictor.masking import (
     perplexity_loss,
 )
 from powerinfer_toolkit.train_predictor.network import Predictor
-from powerinfer_toolkit.train_predictor.training import Blocks, Context
+from powerinfer_toolkit.train_predictor.texts import Blocks
+from powerinfer_toolkit.train_predictor.training import Context
 
 Shares = NDArray[np.float64]
 

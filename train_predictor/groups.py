@@ -61,6 +61,7 @@ def train_all(context: Context, texts: Texts, output: Path, identity: str) -> Tr
 
 
 def _train(context: Context, texts: Texts, layers: Sequence[int]) -> TrainedLayers:
+    context.reseed(layers[0])
     n_moment = max(1, context.settings.moment_tokens // context.settings.max_length)
     stride = max(1, len(texts.train) // n_moment)
     whitening = whitening_of(context, texts.train[::stride], layers)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 from accelerate import Accelerator
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from powerinfer_toolkit.train_predictor.network import Predictor
+from powerinfer_toolkit.train_predictor.texts import Blocks
 from powerinfer_toolkit.training.checkpoint import SparseModel
 
 SINK_POSITIONS = 1  # leading positions that are never masked
@@ -21,6 +21,11 @@ _HEAD_TOKENS = 2048
 
 # (layer, hidden [n_sequences, n_positions, n_ff], kept, same shape, bool)
 OnMask = Callable[[int, Tensor, Tensor], None]
+
+
+def to_tokens(blocks: Blocks, device: torch.device) -> Tensor:
+    """Return blocks as the model wants them, int64 [n_blocks, n_positions]."""
+    return torch.from_numpy(blocks.astype(np.int64)).to(device)
 
 
 @contextlib.contextmanager
@@ -46,7 +51,7 @@ def masked(
 
 @torch.inference_mode()
 def mean_loss(
-    model: SparseModel, blocks: NDArray[np.int32], batch_size: int, accelerator: Accelerator
+    model: SparseModel, blocks: Blocks, batch_size: int, accelerator: Accelerator
 ) -> float:
     """Return the mean negative log-likelihood in nats of every token of `blocks` but each block's first.
 
@@ -55,7 +60,7 @@ def mean_loss(
     total = torch.zeros((), dtype=torch.float64, device=model.device)
     share = blocks[accelerator.process_index :: accelerator.num_processes]
     for begin in range(0, len(share), batch_size):
-        tokens = torch.from_numpy(share[begin : begin + batch_size]).long().to(model.device)
+        tokens = to_tokens(share[begin : begin + batch_size], model.device)
         states = model.hidden_states(tokens)[:, :-1].flatten(0, 1).split(_HEAD_TOKENS)
         targets = tokens[:, 1:].flatten().split(_HEAD_TOKENS)
         for chunk, labels in zip(states, targets, strict=True):

@@ -75,15 +75,13 @@ def manifest(
         "weights": weights,
         "activations": Origin("statistics", sha256=statistics.counts_sha256()),
     }
-    for role in ("data", "calibration_data", "test_data"):
-        for number, source in enumerate(getattr(settings, role)):
-            origins[f"{role}_{number}"] = Origin(
-                Path(source).name if Path(source).exists() else source
-            )
+    for role, sources in (("text", settings.dataset_mixture), ("held_out", settings.eval_mixture)):
+        for number, source in enumerate(sources):
+            origins[f"{role}_{number}"] = Origin(source.id or Path(source.path).name)
     kept = {
         name: value if isinstance(value, (str, int, float, bool)) else json.dumps(value)
         for name, value in to_mapping(settings).items()
-        if not name.endswith("data")
+        if name not in ("dataset_mixture", "eval_mixture", "token_dir")  # no local path
     }
     return Manifest(KIND, origins, kept)
 

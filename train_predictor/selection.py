@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from powerinfer_toolkit import console
+from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.train_predictor.calibration import Choice, Market, highest_price
 from powerinfer_toolkit.train_predictor.groups import TrainedLayers
 from powerinfer_toolkit.train_predictor.masking import masked, mean_loss, perplexity_loss
 from powerinfer_toolkit.train_predictor.network import Predictor
+from powerinfer_toolkit.train_predictor.settings import PredictorSettings
 from powerinfer_toolkit.train_predictor.texts import Blocks
 from powerinfer_toolkit.train_predictor.training import Context
+from powerinfer_toolkit.training.checkpoint import SparseModel
 
 _DEARER = 1.25  # step of the price on parameters until they keep the budget
 
@@ -28,6 +31,23 @@ class Selection:
     price: float
 
 
+def parameter_share(model: SparseModel, rank: int) -> float:
+    """Return the parameters of a predictor relative to those of its layer's FFN."""
+    return rank * (model.n_embd + model.n_ff) / (3 * model.n_embd * model.n_ff)
+
+
+def check_budget(model: SparseModel, settings: PredictorSettings) -> None:
+    """Raise PiError where layers cannot stay exact and the least rank alone exceeds the budget."""
+    least = min(settings.predictor_rank)
+    share = parameter_share(model, least)
+    if share > settings.predictor_budget and not settings.exact_layers:
+        raise PiError(
+            f"rank {least} takes {share:.1%} of the FFN's parameters, the budget is "
+            f"{settings.predictor_budget:.1%}",
+            hint="give a lower predictor_rank, a larger predictor_budget, or exact_layers true",
+        )
+
+
 class Selector:
     """Chooses ranks and thresholds on the calibration text."""
 
@@ -35,8 +55,8 @@ class Selector:
         self._context = context
         self._trained = trained
         self._blocks = blocks
-        n_embd, n_ff = context.model.n_embd, context.model.n_ff
-        prices = {rank: rank * (n_embd + n_ff) / (3 * n_embd) for rank in trained.fc1}
+        n_ff = context.model.n_ff
+        prices = {rank: n_ff * parameter_share(context.model, rank) for rank in trained.fc1}
         self._market = Market(trained.curves, prices, context.settings.exact_layers)
         self._unmasked = self._loss([None] * context.model.n_layers)
 
@@ -62,14 +82,11 @@ class Selector:
 
     def _choose(self, price: float, ranks: Sequence[int]) -> list[Choice]:
         """Choose within the budget: parameters get dearer until they keep it."""
-        context, factor = self._context, 1.0
-        per_rank = (context.model.n_embd + context.model.n_ff) / (
-            3 * context.model.n_embd * context.model.n_ff
-        )
+        factor = 1.0
         while True:
             choices = self._market.choose(price, ranks, factor)
-            share = per_rank * sum(choice.rank for choice in choices) / len(choices)
-            if share <= context.settings.predictor_budget or not context.settings.exact_layers:
+            shares = [parameter_share(self._context.model, choice.rank) for choice in choices]
+            if sum(shares) / len(shares) <= self._context.settings.predictor_budget:
                 return choices
             factor *= _DEARER
 
@@ -92,9 +109,8 @@ class Selector:
                 predictors.append(None)
                 continue
             fc1, fc2 = self._trained.fc1[choice.rank], self._trained.fc2[choice.rank]
-            threshold = max(choice.threshold, -1e4)  # -infinity lets every neuron through
             predictors.append(
-                Predictor.fold(fc1[layer].to(device), fc2[layer].to(device), threshold)
+                Predictor.fold(fc1[layer].to(device), fc2[layer].to(device), choice.threshold)
             )
         return predictors
 

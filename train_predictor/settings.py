@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.settings import setting
+from powerinfer_toolkit.training.sources import DataSource, check_sources
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRADIENT, CONTRIBUTION, UNIFORM = LOSSES = ("gradient", "contribution", "uniform")
@@ -17,27 +18,18 @@ _MAY_BE_ZERO = ("seed", "num_train_epochs")
 class PredictorSettings:
     """Settings of one training; docs/cli.md explains them, docs/predictors.md the method."""
 
-    data: list[str] = setting(
-        [],
-        "texts to train on: .txt, .jsonl, .parquet, .npy (token ids), or NAME[:CONFIGURATION] of the hub",
+    dataset_mixture: list[DataSource] = setting([], "sources to train on, see docs/training.md")
+    eval_mixture: list[DataSource] = setting([], "held-out sources; none: documents held out")
+    held_out_share: float = setting(
+        0.01, "share of documents for thresholds and report, half of it for each"
     )
-    calibration_data: list[str] = setting(
-        [],
-        "texts for the thresholds; default: blocks spread over data, which are then not trained on",
-    )
-    test_data: list[str] = setting([], "texts for what is reported; default as calibration_data")
-    text_column: str = setting("text", "column of the text in .jsonl, .parquet and hub data sets")
-    messages_column: str = setting(
-        "messages", "column of a conversation, put through the chat template where a record has it"
-    )
-    split: str = setting("train", "split of hub data sets")
-    max_length: int = setting(
-        1024, "tokens of a block; texts are joined by EOS and cut into blocks"
-    )
-    max_tokens: int = setting(13_000_000, "most tokens of data, which are held as 4-byte ids")
+    separator_token: str | None = setting(None, "token after a document; none: end of text")
+    max_length: int = setting(1024, "tokens of a block; documents are packed into blocks")
+    token_dir: str | None = setting(None, "where tokenised text is kept; none: OUT/tokens")
+    max_tokens: int = setting(13_000_000, "most tokens to train on")
     calibration_tokens: int = setting(131_072, "most tokens for the thresholds")
     test_tokens: int = setting(196_608, "most tokens for what is reported")
-    moment_tokens: int = setting(262_144, "tokens of data for the second moments of the inputs")
+    moment_tokens: int = setting(262_144, "of them, tokens for the second moments of the inputs")
     torch_dtype: str = setting(
         "auto",
         "arithmetic of the model; auto is the checkpoint's own on a GPU, float32 elsewhere",
@@ -46,7 +38,7 @@ class PredictorSettings:
     per_device_batch_size: int = setting(16, "blocks that run through the model at a time")
     predictor_batch_tokens: int = setting(4096, "tokens of one step of the predictors in a process")
     learning_rate: float = setting(1e-2, "of Adam, falling to 0 along a cosine")
-    num_train_epochs: int = setting(1, "passes over data; 0 leaves the start as it is")
+    num_train_epochs: int = setting(1, "passes over the text; 0 leaves the start as it is")
     seed: int = setting(0, "of initial weights and sampled labels")
     predictor_rank: list[int] = setting(
         [48],
@@ -68,7 +60,7 @@ class PredictorSettings:
     byte_price: float = setting(0.012, "price of reading a layer's whole FFN at a token, in nats")
     cost_clip: float = setting(300.0, "most that a miss costs, in prices of a neuron")
     layers_per_group: int | None = setting(
-        None, "layers trained in one pass over data, which bounds memory; default: all"
+        None, "layers trained in one pass over the text, which bounds memory; none: all"
     )
     target_perplexity_loss: list[float] = setting(
         [0.03],
@@ -86,6 +78,7 @@ class PredictorSettings:
             wrong = [n for n in numbers if isinstance(n, (int, float)) and not n > 0]
             if wrong and name not in _MAY_BE_ZERO and not isinstance(value, bool):
                 raise UsageError(f"{name} is {wrong[0]}", hint="give a number above 0")
+        check_sources(self.dataset_mixture, self.eval_mixture)
         for name in ("predictor_rank", "target_perplexity_loss"):
             if not getattr(self, name):
                 raise UsageError(f"{name} is empty", hint="give at least one")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import transformers
 from accelerate import Accelerator
 
 from powerinfer_toolkit import console
@@ -23,11 +22,12 @@ from powerinfer_toolkit.train_predictor import output as files
 from powerinfer_toolkit.train_predictor.evaluation import Measures, evaluate, to_record
 from powerinfer_toolkit.train_predictor.groups import STATE_DIRECTORY, train_all
 from powerinfer_toolkit.train_predictor.masking import mean_loss
-from powerinfer_toolkit.train_predictor.selection import Selection, Selector
+from powerinfer_toolkit.train_predictor.selection import Selection, Selector, check_budget
 from powerinfer_toolkit.train_predictor.settings import PredictorSettings
 from powerinfer_toolkit.train_predictor.texts import Texts, read_texts
 from powerinfer_toolkit.train_predictor.training import Context
-from powerinfer_toolkit.training.checkpoint import SparseModel, load_sparse_model
+from powerinfer_toolkit.training.blocks import TokenStore, text_encoder
+from powerinfer_toolkit.training.checkpoint import SparseModel, load_sparse_model, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,12 @@ def train_predictors(
     model = load_sparse_model(source, dtype=settings.torch_dtype, device=accelerator.device)
     weights = model.origin()
     check_statistics(statistics, model, weights)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model.source.path)
-    texts = read_texts(settings, tokenizer)
+    check_budget(model, settings)
+    encoder = text_encoder(load_tokenizer(model.source), settings.separator_token)
+    store = TokenStore(settings, encoder, Path(settings.token_dir or output / "tokens"))
+    with accelerator.main_process_first():
+        store.make()
+    texts = read_texts(settings, store)
     console.info(
         f"tokens: {texts.train.size:,} to train, {texts.calibration.size:,} to calibrate, "
         f"{texts.test.size:,} to test"

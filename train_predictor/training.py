@@ -15,12 +15,19 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from powerinfer_toolkit import console
 from powerinfer_toolkit.errors import PiError
-from powerinfer_toolkit.train_predictor.capture import Captured, CostModel, Costs, capture
+from powerinfer_toolkit.train_predictor.capture import (
+    GATE_SHARE,
+    Captured,
+    CostModel,
+    Costs,
+    capture,
+)
+from powerinfer_toolkit.train_predictor.masking import to_tokens
 from powerinfer_toolkit.train_predictor.network import PredictorStack, Whitening
 from powerinfer_toolkit.train_predictor.settings import SVD, PredictorSettings
+from powerinfer_toolkit.train_predictor.texts import Blocks
 from powerinfer_toolkit.training.checkpoint import SparseModel
 
-Blocks = NDArray[np.int32]  # [n_blocks, n_positions]
 _MAX_BIAS = 6.0
 _CHECKS = 50  # of the loss, spread over a training
 
@@ -37,11 +44,19 @@ class Context:
     generator: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        """Seed what is random: initial weights alike, sampled labels differently in every process."""
-        torch.manual_seed(self.settings.seed)
+        """Make the cost model, and seed."""
         self.costs = CostModel(self.settings, self.model)
         self.generator = torch.Generator(self.model.device)
-        self.generator.manual_seed(self.settings.seed + 1 + self.accelerator.process_index)
+        self.reseed(0)
+
+    def reseed(self, layer: int) -> None:
+        """Seed what is random: initial weights alike, sampled labels differently in every process.
+
+        Done for every group of layers, so that a resumed run draws what an uninterrupted one draws.
+        """
+        seed = self.settings.seed + 10_000 * layer
+        torch.manual_seed(seed)
+        self.generator.manual_seed(seed + 1 + self.accelerator.process_index)
 
     def batches(self, blocks: Blocks, label: str) -> Iterator[Tensor]:
         """Yield this process's batches [n_sequences, n_positions]; all processes get as many."""
@@ -49,7 +64,7 @@ class Context:
         rounds = self.n_batches(blocks)
         for number in console.progress(range(rounds), total=rounds, label=label, unit="batch"):
             begin = (number * n_processes + self.accelerator.process_index) * size
-            yield torch.from_numpy(blocks[begin : begin + size]).long().to(self.model.device)
+            yield to_tokens(blocks[begin : begin + size], self.model.device)
 
     @property
     def n_processes(self) -> int:
@@ -195,11 +210,12 @@ class _Steps:
         self._running = torch.zeros(len(layers), device=costs.miss.device)
         if self._context.settings.predictor_init == SVD:
             return
-        frequency = torch.from_numpy(self._context.frequency[list(layers)]).to(costs.miss)
-        mean = costs.miss.sum((1, 2)) / (costs.miss > 0).sum((1, 2)).clamp(min=1)
-        read = costs.read.min() * (1 - frequency) + frequency
-        bias = (frequency * mean[:, None] / read).clamp(min=1e-30).log()
-        bias = self._context.accelerator.reduce(bias, "mean").clamp(-_MAX_BIAS, _MAX_BIAS)
+        sums = torch.stack([costs.miss.sum((1, 2)), (costs.miss > 0).sum((1, 2))])
+        total, n_misses = self._context.accelerator.reduce(sums, "sum")
+        mean = (total / n_misses.clamp(min=1))[:, None]
+        frequency = torch.from_numpy(self._context.frequency[list(layers)]).to(mean)
+        read = GATE_SHARE + (1 - GATE_SHARE) * frequency
+        bias = (frequency * mean / read).clamp(min=1e-30).log().clamp(-_MAX_BIAS, _MAX_BIAS)
         for stack in self._stacks:
             stack.set_bias(bias)
 
@@ -213,8 +229,9 @@ class _Steps:
     def _check(self, layers: Sequence[int]) -> None:
         """Record the mean loss since the last check; PiError where it is no number."""
         n_steps = self._n_steps - (self._losses[-1][0] if self._losses else 0)
-        by_layer = (self._running / n_steps / len(self._stacks)).tolist()
-        self._running.zero_()
+        running = self._context.accelerator.reduce(self._running, "mean")
+        by_layer = (running / n_steps / len(self._stacks)).tolist()
+        self._running = torch.zeros_like(running)
         for layer, loss in zip(layers, by_layer, strict=True):
             if not np.isfinite(loss):
                 raise PiError(

@@ -1,25 +1,45 @@
-"""A tiny ReLU model whose FFN matters and whose neurons are mostly off and can be guessed; text that it wrote."""
+"""A tiny ReLU model whose FFN matters and whose neurons are mostly off and can be guessed; text that it wrote.
+
+Its tokens are bytes, so that text and tokens are the same; each document fills a block of 64 with the separator.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 
 from parity.checkpoints import save_checkpoint, torch, transformers
 
-N_EMBD, N_FF, N_LAYERS, N_VOCAB = 48, 160, 3, 293
+N_EMBD, N_FF, N_LAYERS, N_VOCAB = 48, 160, 3, 3 + 256  # three special tokens and the bytes
 N_POSITIONS = 64
 BIAS = 3.0  # of residual dimension 0, the same in every token
 
 
 def write_sparse_checkpoint(folder: Path, n_blocks: int = 128, seed: int = 0) -> Path:
-    """Saves the checkpoint and folder/tokens.npy: blocks of 64 tokens drawn from the model itself."""
+    """Saves the checkpoint, and documents drawn from the model itself in folder/text.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     model = sparse_model(seed)
     save_checkpoint(model, folder)
-    np.save(folder / "tokens.npy", draw_text(model, n_blocks, seed).reshape(-1).astype(np.uint16))
+    texts = draw_texts(model, tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json"), n_blocks)
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (folder / "text.jsonl").write_text("".join(lines))
     return folder
+
+
+def text_of(folder: Path) -> list[dict[str, str]]:
+    """What dataset_mixture says of the documents."""
+    return [{"path": f"{folder}/text.jsonl"}]
+
+
+def blocks_of(folder: Path) -> np.ndarray:
+    """The documents with their separators [n_blocks, 64]."""
+    tokenizer = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+    texts = [json.loads(line)["text"] for line in (folder / "text.jsonl").read_text().splitlines()]
+    rows = [[*tokenizer.encode(text, add_special_tokens=False).ids, 2] for text in texts]
+    return np.asarray(rows, np.uint32)
 
 
 def sparse_model(seed: int) -> transformers.PreTrainedModel:
@@ -64,13 +84,21 @@ def _gate() -> torch.Tensor:
     return gate
 
 
-@torch.no_grad()
-def draw_text(model: transformers.PreTrainedModel, n_blocks: int, seed: int) -> np.ndarray:
-    """[n_blocks, 64] tokens, none of them special."""
-    torch.manual_seed(seed + 1)
-    tokens = torch.randint(3, N_VOCAB, (n_blocks, 1))
-    while tokens.shape[1] < N_POSITIONS:
-        logits = model(tokens).logits[:, -1]
-        logits[:, :3] = -torch.inf
-        tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], dim=1)
-    return tokens.numpy()
+def draw_texts(
+    model: transformers.PreTrainedModel, tokenizer: tokenizers.Tokenizer, n_texts: int
+) -> list[str]:
+    """Texts of 63 letters, digits and marks, none of them a space at an end."""
+    torch.manual_seed(1)
+    letters = [tokenizer.token_to_id(chr(code)) for code in range(33, 127)]
+    others = sorted(set(range(N_VOCAB)) - set(letters))
+    first = torch.as_tensor(letters)[torch.randint(len(letters), (n_texts, 1))]
+    tokens = model.generate(
+        first,
+        attention_mask=torch.ones_like(first),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=N_POSITIONS - 2,
+        suppress_tokens=others,
+        pad_token_id=0,
+    )
+    return [tokenizer.decode(row, skip_special_tokens=False) for row in tokens.tolist()]

@@ -111,6 +111,14 @@ def load_sparse_model(source: str, *, dtype: str = "auto", device: torch.device)
     )
 
 
+def load_tokenizer(source: LocalModel) -> Any:  # noqa: ANN401 - transformers' own
+    """Return the checkpoint's tokenizer. Raises PiError."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(source.path)
+    except (OSError, ValueError) as failure:
+        raise PiError(f"{source.name} has no tokenizer that can be read: {failure}") from failure
+
+
 def _find_blocks(model: Any, threshold: float, name: str) -> list[FfnBlock]:  # noqa: ANN401
     """Return the FFN of every layer by the Llama family's names; FATReLU is put where a threshold is set."""
     blocks = []
