@@ -121,7 +121,8 @@ def _command(args: argparse.Namespace) -> None:
 def _measure_threads(
     args: argparse.Namespace, path: str, threads: int | None, tests: list[tuple[str, int]]
 ) -> Iterator[Result]:
-    from powerinfer_toolkit.runtime.model import Model
+    with cli.uninterrupted():
+        from powerinfer_toolkit.runtime.model import Model
 
     context = max(n for _, n in tests)
     with Model.open(path, plan_options(args, threads, context)) as model:

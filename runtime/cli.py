@@ -168,11 +168,13 @@ def _command(args: argparse.Namespace) -> None:
     check_gpu_options(args)
     _check_combination(args)
     if args.doctor:
-        from powerinfer_toolkit.runtime import doctor
+        with cli.uninterrupted():
+            from powerinfer_toolkit.runtime import doctor
 
         return doctor.examine(args.model)
     require_model(args)
-    from powerinfer_toolkit.runtime import actions
+    with cli.uninterrupted():
+        from powerinfer_toolkit.runtime import actions
 
     if args.dry_run:
         return actions.dry_run(args)

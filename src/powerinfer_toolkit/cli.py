@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from powerinfer_toolkit import __version__, console
@@ -72,8 +73,8 @@ def run(
     argv: Sequence[str] | None = None,
 ) -> int:
     """Parse `argv`, run `command` and return the exit code; failures become `error:` and `hint:` lines."""
-    _open_missing_streams()
     try:
+        _open_missing_streams()
         code = _run(parser, command, argv)
     except BrokenPipeError:
         code = ExitCode.CLOSED_PIPE
@@ -90,18 +91,14 @@ def _run(
     command: Callable[[argparse.Namespace], None],
     argv: Sequence[str] | None,
 ) -> ExitCode:
+    debug = bool(os.environ.get("PI_DEBUG"))
     try:
-        args = parser.parse_args(argv)
-    finally:
-        sys.stdout.flush()  # of --help and --version
-    console.set_verbosity(console.VERBOSE if args.verbose else console.QUIET if args.quiet else 0)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters of a model's text
-    try:
+        args = _parse(parser, argv)
+        debug = debug or args.debug
         command(args)
         sys.stdout.flush()
     except (PiError, MemoryError, OSError) as failure:
-        if isinstance(failure, BrokenPipeError) or args.debug or os.environ.get("PI_DEBUG"):
+        if debug or isinstance(failure, BrokenPipeError):
             raise
         return _report(failure)
     except KeyboardInterrupt:
@@ -110,6 +107,35 @@ def _run(
         console.error("interrupted")
         return ExitCode.INTERRUPTED
     return ExitCode.OK
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the flags and prepare the streams as they say."""
+    try:
+        args = parser.parse_args(argv)
+    finally:
+        sys.stdout.flush()  # of --help and --version
+    console.set_verbosity(console.VERBOSE if args.verbose else console.QUIET if args.quiet else 0)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters of a model's text
+    return args
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Keep Ctrl-C back until the end of the block, for imports: NumPy calls an interrupted one a broken
+    installation."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
 
 
 def _report(failure: PiError | MemoryError | OSError) -> ExitCode:

@@ -1,4 +1,4 @@
-"""Ctrl-C during a step and between tokens, and outputs that do not take the text."""
+"""Ctrl-C at any time, and outputs that do not take the text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+
+from parity import synthetic
 
 PI_RUN = [sys.executable, "-m", "powerinfer_toolkit.runtime.cli"]
 IN_A_STEP = """
@@ -26,6 +28,20 @@ try:
 except KeyboardInterrupt:
     kept = model.engine.kv_length()
     print("interrupted", time.monotonic() - start, kept, model.logits([5]).shape)
+"""
+
+
+# Says when the command itself begins: what Python does before, imports among it, is Python's.
+COMMAND = """
+import importlib, os, sys
+from powerinfer_toolkit import cli
+
+def run(*arguments, begin=cli._run):
+    os.write(2, b"R")
+    return begin(*arguments)
+
+cli._run = run
+raise SystemExit(importlib.import_module(sys.argv.pop(1)).main())
 """
 
 
@@ -71,6 +87,94 @@ def test_ctrl_c_between_tokens(endless):
     assert child.returncode == 130
     assert err.splitlines()[-1] == b"error: interrupted"
     assert b"Traceback" not in err
+
+
+@pytest.fixture
+def chatty(tmp_path) -> str:
+    """A model with a chat template."""
+    shape = synthetic.Shape(n_layers=1)
+    weights = synthetic.dense_layout(synthetic.random_weights(shape, 0))
+    template = {"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    return str(synthetic.write_gguf(tmp_path / "m.gguf", shape, weights, keys=template))
+
+
+@contextmanager
+def command(*flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The command in a group of its own, as a terminal would start it, at its first statement."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    argv = [sys.executable, "-c", COMMAND, *flags]
+    child = subprocess.Popen(argv, **pipes, start_new_session=True)
+    try:
+        assert os.read(child.stderr.fileno(), 1) == b"R"
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+RUN, BENCH = "powerinfer_toolkit.runtime.cli", "powerinfer_toolkit.runtime.bench"
+N_MOMENTS = 6
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [RUN, "-p", "w1", "-n", "200", "--ignore-eos"],
+        [RUN, "-n", "20", "--chat"],
+        [RUN, "--perplexity", "text"],
+        [BENCH, "-p", "64", "-n", "16", "-r", "2"],
+        [RUN, "--doctor"],
+    ],
+    ids=["complete", "chat", "perplexity", "bench", "doctor"],
+)
+def test_ctrl_c_at_any_time(flags, chatty, tmp_path, monkeypatch):
+    """At moments spread over the whole run, once or twice in a row: 130 and one line, or all was done."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("w1 w2 w3 " * 300)
+    module, *rest = flags
+    flags = [module, "-m", chatty, *rest]
+    start = time.monotonic()
+    with command(*flags) as child:
+        out, _ = child.communicate(b"w1\nw2\n")
+        assert (child.returncode, bool(out)) == (0, True)
+    duration = time.monotonic() - start
+    for moment in range(N_MOMENTS):
+        with command(*flags) as child:
+            time.sleep(0.02 + duration * moment / N_MOMENTS)
+            for _ in range(1 + moment % 2):
+                os.killpg(child.pid, signal.SIGINT)
+                time.sleep(0.002)
+            _, err = child.communicate(b"w1\nw2\n", timeout=30)
+        assert child.returncode in (0, 130), err
+        assert b"Traceback" not in err
+        assert b"Exception ignored" not in err
+        if child.returncode == 130:
+            assert err.splitlines()[-1] == b"error: interrupted"
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2"])
+def test_closed_streams(closed, synthetic_gguf):
+    """What the shell's <&-, >&- and 2>&- do: nothing of one stream comes out of another."""
+    path = str(synthetic_gguf("dense"))
+    flags = [*PI_RUN, "-m", path, "-p", "w1", "-n", "4", "--temp", "0", "--ignore-eos"]
+    whole = subprocess.run(flags, capture_output=True, check=True)
+    shell = f'exec "$@" {closed}>&-'
+    done = subprocess.run(["sh", "-c", shell, "sh", *flags], capture_output=True, check=False)
+    assert done.returncode == 0
+    assert done.stdout == (b"" if closed == "1" else whole.stdout)
+    assert (done.stderr == b"") == (closed == "2")
+
+
+@pytest.mark.parametrize("flags", [["-p", "w1", "-n", "40"], ["-p", "w1", "-c", "99999"]])
+def test_nobody_reads_the_talk(flags, synthetic_gguf):
+    """stderr is a pipe that was closed: the code is that of a closed pipe, not of a crash."""
+    command = [*PI_RUN, "-m", str(synthetic_gguf("dense")), *flags]
+    with process(*command) as child:
+        child.stderr.close()
+        child.stdout.read()
+        assert child.wait(timeout=30) == 141
+        child.stderr = None
 
 
 def test_a_closed_pipe(endless):
