@@ -145,7 +145,7 @@ asan: .venv/dev build/stress.gguf build/golden ## stress, damaged files and torc
 	PI_LIB=$(CURDIR)/$(ASAN_LIB) LD_PRELOAD="$(ASAN_RUNTIME)" PYTHONPATH=tests \
 	    ASAN_OPTIONS=detect_leaks=0:log_path=$(CURDIR)/build/asan/report \
 	    UBSAN_OPTIONS=print_stacktrace=1:log_path=$(CURDIR)/build/asan/report \
-	    .venv/bin/python -m pytest -q -n $(WORKERS) -p no_torch -m "not slow and not timing" $(NATIVE_TESTS) \
+	    .venv/bin/python -m pytest -q -n $(WORKERS) -p no_torch -m "not slow and not resources" $(NATIVE_TESTS) \
 	    || { cat build/asan/report.* >&2; exit 1; }
 
 # gcc's ThreadSanitizer before 14 does not start where the kernel randomises 32 bits of addresses.

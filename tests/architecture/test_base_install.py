@@ -72,7 +72,7 @@ def test_the_hook_refuses_torch() -> None:
     assert "the base install has no torch" in done.stderr
 
 
-@pytest.mark.timing
+@pytest.mark.resources
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_commands_start_fast(script: str) -> None:
     code = start_command(script, "--help")

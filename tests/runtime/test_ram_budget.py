@@ -132,6 +132,7 @@ def test_what_is_no_budget(text, synthetic_gguf, capsys):
     assert [line.split(":")[0] for line in said.err.splitlines()] == ["error", "hint"]
 
 
+@pytest.mark.resources
 def test_a_real_run_stays_below_its_budget(smollm2_gguf):
     """All weights are read, a full batch is computed: the peak must stay below what the plan promised."""
     command = [sys.executable, "-m", "powerinfer_toolkit.runtime.cli", "-m", str(smollm2_gguf)]

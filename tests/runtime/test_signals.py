@@ -62,7 +62,7 @@ def endless(synthetic_gguf) -> list[str]:
     return [*PI_RUN, "-m", path, "-p", "w1", "--ignore-eos", "-c", "0", "-t", "1"]
 
 
-@pytest.mark.timing
+@pytest.mark.resources
 def test_ctrl_c_ends_a_step_between_layers(synthetic_gguf):
     """24 layers of some tenths of a second each: the step would take many seconds."""
     path = synthetic_gguf(
@@ -116,7 +116,7 @@ RUN, BENCH = "powerinfer_toolkit.runtime.cli", "powerinfer_toolkit.runtime.bench
 N_MOMENTS = 6
 
 
-@pytest.mark.timing
+@pytest.mark.resources
 @pytest.mark.parametrize(
     "flags",
     [

@@ -237,6 +237,7 @@ def test_a_python_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatc
         render(TemplateProcess(LIMITS), "")
 
 
+@pytest.mark.resources
 def test_limits_of_the_user_stay(fresh: tuple[TemplateProcess, int]) -> None:
     """The process lowers its limits and never asks for more than it was given."""
     code = (
@@ -260,7 +261,7 @@ def test_limits_of_the_user_stay(fresh: tuple[TemplateProcess, int]) -> None:
     assert re.search(r"Max file size +0 +0 ", limits)
 
 
-@pytest.mark.timing
+@pytest.mark.resources
 def test_an_ordinary_chat_starts_fast() -> None:
     def seconds() -> float:
         begin = time.perf_counter()
