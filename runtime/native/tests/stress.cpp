@@ -2,9 +2,13 @@
 // Usage: pi_stress MODEL.gguf, as tests/runtime/stress_model.py writes it. Exit code 0: all checks held.
 #include "pi.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -13,7 +17,8 @@
 
 namespace {
 
-constexpr uint32_t prompt_tokens = 40, decode_steps = 24, rounds = 8;
+constexpr uint32_t prompt_tokens = 40, decode_steps = 24, rounds = 8, n_sequences = 4;
+constexpr uint32_t load_cycles = 1000, n_models = 8;
 
 void check(pi_status status) {
     if (status != PI_OK)
@@ -47,10 +52,15 @@ std::vector<pi_unit> cpu_units(const pi_model_config &config) {
     return units;
 }
 
-EnginePtr create_engine(pi_model *model, uint32_t n_threads) {
+pi_model_config config_of(const pi_model *model) {
     pi_model_config config{};
     config.size = sizeof config;
     check(pi_model_get_config(model, &config));
+    return config;
+}
+
+EnginePtr create_engine(pi_model *model, uint32_t n_threads) {
+    const pi_model_config config = config_of(model);
     const std::vector<pi_unit> units = cpu_units(config);
     const pi_tier tiers[] = {{1, PI_FFN_PREDICTED}, {prompt_tokens, PI_FFN_EXACT}};
     pi_plan plan{};
@@ -61,9 +71,9 @@ EnginePtr create_engine(pi_model *model, uint32_t n_threads) {
     plan.n_tiers = 2;
     plan.n_threads = n_threads;
     plan.max_batch_tokens = prompt_tokens;
-    plan.n_sequences = 2;
+    plan.n_sequences = n_sequences;
     plan.n_context = 128;
-    plan.n_kv_pages = 8;
+    plan.n_kv_pages = 4 * n_sequences;
     plan.kv_type = PI_TYPE_F16;
     plan.activation_type = PI_TYPE_F32;
     plan.sparse_threshold = std::nanf("");
@@ -72,10 +82,10 @@ EnginePtr create_engine(pi_model *model, uint32_t n_threads) {
     return {engine, &pi_engine_free};
 }
 
-// Submits tokens [begin, begin + n) of sequence 0; token ids follow from the positions. Logits: the last
+// Submits tokens [begin, begin + n) of a sequence; token ids follow from the positions. Logits: the last
 // token's.
-uint64_t submit(pi_engine *engine, int32_t begin, uint32_t n) {
-    std::vector<int32_t> tokens(n), positions(n), sequences(n, 0);
+pi_status try_submit(pi_engine *engine, int32_t sequence, int32_t begin, uint32_t n, uint64_t *ticket) {
+    std::vector<int32_t> tokens(n), positions(n), sequences(n, sequence);
     std::vector<uint8_t> want(n, 0);
     want.back() = 1;
     for (uint32_t i = 0; i < n; ++i) {
@@ -90,8 +100,12 @@ uint64_t submit(pi_engine *engine, int32_t begin, uint32_t n) {
     batch.sequences = sequences.data();
     batch.want_logits = want.data();
     batch.n_position_axes = 1;
+    return pi_engine_submit(engine, &batch, ticket);
+}
+
+uint64_t submit(pi_engine *engine, int32_t begin, uint32_t n) {
     uint64_t ticket = 0;
-    check(pi_engine_submit(engine, &batch, &ticket));
+    check(try_submit(engine, 0, begin, n, &ticket));
     return ticket;
 }
 
@@ -152,8 +166,9 @@ void engines_side_by_side(pi_model *model, uint32_t n_vocab) {
 }
 
 // A step that another thread aborts ends as a whole or not at all.
-void aborts(pi_model *model) {
+void aborts(pi_model *model, uint32_t recording) {
     const EnginePtr engine = create_engine(model, 3);
+    check(pi_engine_set_recording(engine.get(), recording));
     for (uint32_t round = 0; round < rounds; ++round) {
         check(pi_kv_truncate(engine.get(), 0, 0));
         const uint64_t ticket = submit(engine.get(), 0, prompt_tokens);
@@ -169,10 +184,104 @@ void aborts(pi_model *model) {
     }
 }
 
+// Several threads drive one engine, each a sequence of its own: a step that is in the way is an error, and
+// whoever tries again gets through.
+void submitters(pi_model *model) {
+    const EnginePtr engine = create_engine(model, 2);
+    check(pi_engine_set_recording(engine.get(), 1));
+    std::vector<std::function<void()>> tasks;
+    for (int32_t sequence = 0; sequence < static_cast<int32_t>(n_sequences); ++sequence)
+        tasks.emplace_back([&, sequence] {
+            for (int32_t position = 0; position < static_cast<int32_t>(decode_steps);) {
+                uint64_t ticket = 0;
+                const pi_status status = try_submit(engine.get(), sequence, position, 1, &ticket);
+                expect(status == PI_OK || status == PI_USAGE, "a refusal, no failure");
+                if (status != PI_OK) {
+                    std::this_thread::yield();
+                    continue;
+                }
+                check(wait(engine.get(), ticket));
+                ++position;
+                uint32_t n_rows = 0, n_tokens = 0, n_words = 0;
+                const float *logits = nullptr;
+                const uint64_t *fired = nullptr;
+                const pi_status read = pi_engine_logits(engine.get(), &n_rows, &logits);
+                expect(read == PI_OK || read == PI_USAGE, "logits, or another's step");
+                const pi_status seen = pi_engine_fired(engine.get(), &n_tokens, &n_words, &fired);
+                expect(seen == PI_OK || seen == PI_USAGE, "a record, or another's step");
+            }
+        });
+    run_together(tasks);
+    for (uint32_t sequence = 0; sequence < n_sequences; ++sequence) {
+        uint32_t length = 0;
+        check(pi_kv_length(engine.get(), static_cast<int32_t>(sequence), &length));
+        expect(length == decode_steps, "every step of every thread");
+    }
+}
+
 // Engines are freed while a step runs.
 void frees_in_flight(pi_model *model) {
     for (uint32_t round = 0; round < rounds; ++round)
         submit(create_engine(model, 2).get(), 0, prompt_tokens);
+}
+
+size_t entries(const char *folder) {
+    size_t n = 0;
+    for ([[maybe_unused]] const auto &entry : std::filesystem::directory_iterator(folder))
+        ++n;
+    return n;
+}
+
+size_t n_maps() {
+    std::ifstream maps("/proc/self/maps");
+    return static_cast<size_t>(
+        std::count(std::istreambuf_iterator<char>(maps), std::istreambuf_iterator<char>(), '\n'));
+}
+
+// Opened and closed again and again, unused, used or in the middle of a step: nothing stays behind. (The leak
+// checker counts the memory when the program ends.)
+void load_cycle(const char *path, uint32_t cycle) {
+    const ModelPtr model = open_model(path);
+    if (cycle % 4 == 0)
+        return;
+    const EnginePtr engine = create_engine(model.get(), 2);
+    if (cycle % 4 == 1)
+        return;
+    const uint64_t ticket = submit(engine.get(), 0, 2);
+    if (cycle % 4 == 2)
+        check(wait(engine.get(), ticket));
+}
+
+void load_cycles_leave_nothing(const char *path) {
+    constexpr uint32_t warm_up = 40;
+    constexpr size_t map_slack = 64; // arenas and stacks that the C library keeps for later threads
+    size_t files = 0, maps = 0;
+    for (uint32_t cycle = 0; cycle < load_cycles; ++cycle) {
+        load_cycle(path, cycle);
+        if (cycle != warm_up)
+            continue;
+        files = entries("/proc/self/fd");
+        maps = n_maps();
+    }
+    expect(entries("/proc/self/fd") == files, "every file is closed");
+    expect(n_maps() <= maps + map_slack, "every map is gone");
+}
+
+// Models of their own, opened, run and closed at the same time.
+void models_side_by_side(const char *path) {
+    std::vector<std::vector<float>> logits(n_models);
+    std::vector<std::function<void()>> tasks;
+    for (uint32_t i = 0; i < n_models; ++i)
+        tasks.emplace_back([&, i] {
+            for (uint32_t round = 0; round < 2; ++round) {
+                const ModelPtr model = open_model(path);
+                const EnginePtr engine = create_engine(model.get(), 1 + i % 3);
+                logits[i] = generate(engine.get(), config_of(model.get()).n_vocab);
+            }
+        });
+    run_together(tasks);
+    for (uint32_t i = 1; i < n_models; ++i)
+        expect(logits[i] == logits[0], "the same bits in every model");
 }
 
 // Every thread reads its own last error.
@@ -198,13 +307,14 @@ int main(int argc, char **argv) {
         return std::fputs("usage: pi_stress MODEL.gguf\n", stderr), 2;
     try {
         const ModelPtr model = open_model(argv[1]);
-        pi_model_config config{};
-        config.size = sizeof config;
-        check(pi_model_get_config(model.get(), &config));
-        engines_side_by_side(model.get(), config.n_vocab);
-        aborts(model.get());
+        engines_side_by_side(model.get(), config_of(model.get()).n_vocab);
+        aborts(model.get(), 0);
+        aborts(model.get(), 1);
+        submitters(model.get());
         frees_in_flight(model.get());
         errors_stay_in_their_thread();
+        models_side_by_side(argv[1]);
+        load_cycles_leave_nothing(argv[1]);
     } catch (const std::exception &error) {
         std::fprintf(stderr, "pi_stress: %s\n", error.what());
         return 1;
