@@ -7,6 +7,7 @@ import resource
 import struct
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from powerinfer_toolkit.gguf_format import TensorType
@@ -119,6 +120,11 @@ def generation_record(
 
 def peak_rss_bytes() -> int:
     """Return the largest resident size of this process so far."""
+    # Linux's getrusage also counts what the parent held when it started this process.
+    with suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
