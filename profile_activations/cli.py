@@ -10,7 +10,7 @@ from powerinfer_toolkit import cli, console
 from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.profile_activations.settings import ProfileSettings
 from powerinfer_toolkit.settings import add_flags, given_flags, read_yaml, resolve
-from powerinfer_toolkit.training import require_train_extra
+from powerinfer_toolkit.training import require_train_extra, speaks
 
 DESCRIPTION = """
 Count, over a text, how often each FFN neuron of a ReLU-sparse model fires; position 0 of a block, BOS and padding
@@ -67,6 +67,7 @@ def _command(args: argparse.Namespace) -> None:
     values = read_yaml(args.config, "profile") if args.config else {}
     settings = resolve(ProfileSettings, values, flags, str(args.config))
     require_train_extra("pi-profile")
+    speaks()
     from powerinfer_toolkit.profile_activations.profile import profile
     from powerinfer_toolkit.statistics import FILE_NAME
 

@@ -26,12 +26,13 @@ class DeviceTally:
     @torch.inference_mode()
     def observe(self, tokens: Tensor, counted: Tensor) -> None:
         """Run tokens [n_sequences, n_positions] and add what fires where counted (bool, same shape)."""
+        everything = bool(counted[:, 1:].all())
         kept = counted[:, 1:].to(self._model.device)  # position 0 never counts
         self._sums["tokens"] += kept.sum()
         self._sums["windows"] += torch.stack(window_counts(kept))
 
         def tap(layer: int, _: Tensor, hidden: Tensor) -> None:
-            sums = layer_sums(hidden[:, 1:] != 0, kept)
+            sums = layer_sums(hidden[:, 1:] != 0, None if everything else kept)
             self._sums["counts"][layer] += sums.counts
             self._sums["both"][layer] += sums.both
             self._sums["either"][layer] += sums.either

@@ -77,7 +77,7 @@ def _count(
     shown = console.progress(begins, total=len(begins), label="profile", unit="batch")
     for step, begin in enumerate(shown, 1):
         tokens = torch.from_numpy(blocks.rows(share[begin : begin + size]).astype(np.int64))
-        tally.observe(tokens, torch.ones_like(tokens) if bos_id is None else tokens != bos_id)
+        tally.observe(tokens, tokens != (-1 if bos_id is None else bos_id))
         progress.n_done = begin + len(tokens)
         if step % settings.save_steps == 0:
             progress.save(tally)

@@ -226,7 +226,7 @@ class Model:
 
         check_recordable(self)
         self.engine.record_fired(True)
-        bos_id = self.tokenizer.bos_id
+        bos_id = self.tokenizer.bos_id if self.tokenizer.adds_bos else None
         self._recorder = ActivationRecorder(self.config.n_layers, self.config.n_ff, bos_id)
         return self._recorder
 

@@ -10,7 +10,7 @@ from powerinfer_toolkit import cli, console
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.settings import add_flags, given_flags, read_yaml, resolve
 from powerinfer_toolkit.train_predictor.settings import PredictorSettings
-from powerinfer_toolkit.training import require_train_extra
+from powerinfer_toolkit.training import require_train_extra, speaks
 
 SECTION = "train_predictor"  # of a recipe
 DESCRIPTION = """
@@ -48,6 +48,7 @@ def _command(args: argparse.Namespace) -> None:
     flags = given_flags(args, PredictorSettings)
     settings = resolve(PredictorSettings, values, flags, str(args.config))
     require_train_extra("pi-train-predictor")
+    speaks()
     from powerinfer_toolkit.statistics import ActivationStatistics
     from powerinfer_toolkit.train_predictor.evaluation import to_table
     from powerinfer_toolkit.train_predictor.train import train_predictors
@@ -56,7 +57,8 @@ def _command(args: argparse.Namespace) -> None:
         raise PiError(f"{args.output} holds predictors already", hint="--force replaces them")
     statistics = ActivationStatistics.load(args.statistics)
     result = train_predictors(args.model, statistics, args.output, settings)
-    print(to_table(result.measures, result.ranks))
+    if speaks():
+        print(to_table(result.measures, result.ranks))
     console.info(f"next: pi-convert {args.model} OUT.gguf --predictors {args.output}")
 
 

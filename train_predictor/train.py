@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import Accelerator
 
 from powerinfer_toolkit import console
@@ -64,13 +65,16 @@ def train_predictors(
     context = Context(model, accelerator, settings, statistics.frequency())
     start = time.perf_counter()
     trained = train_all(context, texts, output, _identity(settings, weights, texts, accelerator))
-    console.info(f"trained in {time.perf_counter() - start:.1f} s")
+    train_seconds = time.perf_counter() - start
+    console.info(f"trained in {train_seconds:.1f} s")
     selector = Selector(context, trained, texts.calibration)
     selections = [selector.select(allowed) for allowed in settings.target_perplexity_loss]
     unmasked = mean_loss(model, texts.test, settings.per_device_batch_size, accelerator)
     measures = [evaluate(context, s.predictors, texts.test, unmasked) for s in selections]
     report = {
         "settings": to_mapping(settings),
+        "train_seconds": train_seconds,
+        "peak_bytes": _peak_bytes(model),
         "constant_error": trained.constant_error.tolist(),
         "losses": trained.losses,
         "targets": [
@@ -83,6 +87,12 @@ def train_predictors(
         _write(output, model, settings, origins, selections[0], measures[0], report)
     accelerator.wait_for_everyone()
     return Result([choice.rank for choice in selections[0].choices], measures[0])
+
+
+def _peak_bytes(model: SparseModel) -> int | None:
+    """Return the most GPU memory that was in use, None on a CPU."""
+    on_gpu = model.device.type == "cuda"
+    return torch.cuda.max_memory_allocated(model.device) if on_gpu else None
 
 
 def check_statistics(statistics: ActivationStatistics, model: SparseModel, weights: Origin) -> None:

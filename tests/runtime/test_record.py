@@ -88,7 +88,7 @@ def record(path, tokens, **options):
 class NoTokenizer:
     """Synthetic files have none."""
 
-    bos_id = None
+    bos_id, adds_bos = None, False
 
 
 @pytest.fixture(autouse=True)

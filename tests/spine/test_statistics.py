@@ -75,6 +75,15 @@ def test_sums_are_what_loops_count(seed, n_positions, counted_share, n_sequences
     assert window_counts(counted) == windows
 
 
+@given(st.integers(0, 1000), st.integers(1, 140))
+def test_counting_everything_needs_no_mask(seed, n_positions):
+    fired, _ = draw(seed, 2, n_positions)
+    with_mask, without = layer_sums(fired, np.ones(fired.shape[:2], bool)), layer_sums(fired)
+    assert with_mask.counts.tolist() == without.counts.tolist()
+    assert (with_mask.both, with_mask.either) == (without.both, without.either)
+    assert list(with_mask.unions) == list(without.unions)
+
+
 def test_torch_sums_equal_numpy_sums():
     torch = pytest.importorskip("torch")
     fired, counted = draw(7, n_positions=130, counted_share=0.99)

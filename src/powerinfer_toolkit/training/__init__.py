@@ -6,7 +6,9 @@ Importing this package imports no torch; its modules do.
 from __future__ import annotations
 
 import importlib.util
+import os
 
+from powerinfer_toolkit import console
 from powerinfer_toolkit.errors import PiError
 
 REQUIRED = ("torch", "transformers", "accelerate")
@@ -20,3 +22,11 @@ def require_train_extra(command: str) -> None:
             f"{command} needs {', '.join(missing)}",
             hint="pip install 'powerinfer-toolkit[train]'",
         )
+
+
+def speaks() -> bool:
+    """Return whether this process is the one of a launch that talks; silence the others."""
+    if os.environ.get("RANK", "0") == "0":
+        return True
+    console.set_verbosity(console.QUIET)
+    return False
