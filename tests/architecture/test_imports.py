@@ -31,8 +31,11 @@ def stage_of(module: str) -> str | None:
 
 
 def files_of(part: str) -> list[Path]:
-    """Return the Python files of a stage, or of the spine."""
-    return sorted(SPINE.glob("*.py") if part == "spine" else (ROOT / part).rglob("*.py"))
+    """Return the Python files of a stage, of the spine, or of what training stages share."""
+    if part == "spine":
+        return sorted(SPINE.glob("*.py"))
+    folder = SPINE / part if part == "training" else ROOT / part
+    return sorted(folder.rglob("*.py"))
 
 
 def offences(part: str, source: str) -> list[str]:
@@ -46,12 +49,14 @@ def offences(part: str, source: str) -> list[str]:
             found.append(f"{module} is reachable only from the repository's root")
         if stage not in (None, part) and part != "recipes":
             found.append(f"{part} imports the stage {stage}")
+        if part in ("runtime", "spine") and module.startswith(f"{PACKAGE}.training."):
+            found.append(f"{part} imports {module}, which needs torch")
         if part in ("runtime", "spine") and module.split(".")[0] in TRAINING_ONLY:
             found.append(f"{part} imports {module}")
     return found
 
 
-@pytest.mark.parametrize("part", ["spine", *STAGES])
+@pytest.mark.parametrize("part", ["spine", "training", *STAGES])
 def test_imports_follow_the_rules(part: str) -> None:
     paths = files_of(part)
     assert paths, f"no file of {part} was found"
@@ -66,6 +71,8 @@ def test_imports_follow_the_rules(part: str) -> None:
         ("convert", "def f():\n    import powerinfer_toolkit.runtime"),
         ("convert", "from powerinfer_toolkit import runtime"),
         ("spine", "import powerinfer_toolkit.convert.cli"),
+        ("spine", "from powerinfer_toolkit.training import blocks"),
+        ("training", "import powerinfer_toolkit.convert.cli"),
         ("runtime", "from torch import nn"),
         ("runtime", "from . import model"),
         ("runtime", "import runtime.model"),
