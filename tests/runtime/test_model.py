@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from parity.closeness import log_softmax
 from parity.reference import Reference
 from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.runtime import Model, native_lib
-from powerinfer_toolkit.runtime.engine import Batch
-from powerinfer_toolkit.runtime.plan.planner import memory_need
+from powerinfer_toolkit.runtime.engine import Batch, Engine
+from powerinfer_toolkit.runtime.model_file import ModelFile
+from powerinfer_toolkit.runtime.plan.machine import probe
+from powerinfer_toolkit.runtime.plan.planner import PlanOptions, memory_need, plan_cpu
 from powerinfer_toolkit.runtime.sampling import Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -334,3 +337,18 @@ def test_two_steps_at_once_are_refused(model):
         hold.set()
         library.pi_engine_set_abort(model.engine.handle, native_lib.AbortFn(), None)
     assert model.engine.kv_length() == 2
+
+
+def test_a_load_that_does_not_fit_loses_nothing(synthetic_gguf):
+    """Three pages for two sequences of up to two: the second cannot take a copy of a full first."""
+    file = ModelFile(synthetic_gguf())
+    plan = plan_cpu(file.shape, PlanOptions(threads=1, context=64, sequences=2), probe())
+    with file, Engine(file, replace(plan, n_kv_pages=3)) as engine:
+        engine.run(Batch(tokens=[1] * 64, sequences=0))
+        engine.run(Batch(tokens=[2] * 20, sequences=1))
+        with pytest.raises(PiError, match="KV cache is full"):
+            engine.kv_load(1, engine.kv_save(0))
+        assert engine.kv_length(1) == 20
+        engine.kv_truncate(0, 32)
+        engine.kv_load(1, engine.kv_save(0))
+        assert engine.kv_length(1) == 32

@@ -64,12 +64,24 @@ uint8_t *KvCache::head(uint32_t layer, uint32_t page, uint32_t kv_head) const {
            kv_head * 2 * shape_.half_bytes();
 }
 
+void KvCache::throw_full() const {
+    throw Error(PI_FAILURE,
+                "the KV cache is full: all " + std::to_string(uint64_t{shape_.n_pages} * PI_PAGE) +
+                    " positions are in use",
+                "raise -c, or end a sequence");
+}
+
+void KvCache::require_pages(int32_t sequence, uint32_t n) const {
+    size_t available = free_pages_.size();
+    for (const uint32_t page : table(sequence).pages)
+        available += references_[page] == 1 ? 1 : 0;
+    if (n > available)
+        throw_full();
+}
+
 uint32_t KvCache::take_page() {
     if (free_pages_.empty())
-        throw Error(PI_FAILURE,
-                    "the KV cache is full: all " + std::to_string(shape_.n_pages * PI_PAGE) +
-                        " positions are in use",
-                    "raise -c, or end a sequence");
+        throw_full();
     const uint32_t page = free_pages_.back();
     free_pages_.pop_back();
     references_[page] = 1;
@@ -171,6 +183,7 @@ void KvCache::load(int32_t sequence, const uint8_t *data, uint64_t n_bytes) {
     if (header.n_tokens > shape_.n_context ||
         n_bytes != sizeof(header) + pages_for(header.n_tokens) * shape_.page_bytes())
         throw_usage("the saved sequence has a wrong length");
+    require_pages(sequence, pages_for(header.n_tokens)); // before anything is lost
     truncate(sequence, 0);
     reserve(sequence, header.n_tokens);
     data += sizeof(header);

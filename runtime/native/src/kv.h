@@ -78,6 +78,9 @@ class KvCache {
     };
     const Table &table(int32_t sequence) const;
     Table &table(int32_t sequence) { return const_cast<Table &>(std::as_const(*this).table(sequence)); }
+    [[noreturn]] void throw_full() const;
+    // Throws Error unless n pages could replace those of the sequence.
+    void require_pages(int32_t sequence, uint32_t n) const;
     uint32_t take_page();
     void drop_page(uint32_t page);
     void make_writable(Table &table, size_t index);
