@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+from parity.encode import encode
 from parity.gguf_file import patch_magic
 from parity.synthetic import Shape, TypeOf, Weights, dense_layout, random_weights, uniform
 
@@ -62,7 +63,15 @@ def _write_upstream(path: Path) -> None:
 
 
 def _write_extended(path: Path) -> None:
-    types = {"attn": Type.Q8_0, "fc1": Type.F16, "fc2": Type.F16, "token": Type.BF16}
+    types = {
+        "attn": Type.Q8_0,
+        "gate": Type.Q5_0,
+        "up": Type.Q5_1,
+        "down": Type.IQ4_NL,
+        "fc1": Type.F16,
+        "fc2": Type.F32,
+        "token": Type.BF16,
+    }
     weights = random_weights(PREDICTORS, 1)
     weights["rope_freqs.weight"] = np.linspace(1, 2, SHAPE.head_dim // 2, dtype=np.float32)
 
@@ -108,7 +117,7 @@ def _write(
         _write_key(writer, name, value)
     for name, values in weights.items():
         kind = type_of(name) if values.ndim == 2 else Type.F32
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(name, encode(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
