@@ -107,6 +107,8 @@ class Engine(NativeHandle):
         """Submit and wait."""
         try:
             self.wait(self.submit(batch))
+        except PiError:  # refused, or over: another thread's step is not this call's to end
+            raise
         except BaseException:
             self._end_step()
             raise

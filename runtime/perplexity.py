@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from powerinfer_toolkit.errors import UsageError
+from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.runtime.model import Model
 
 DEFAULT_WINDOW = 512
+MAX_LOSS = 700.0  # its exponential is still a float
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,16 @@ def cut_windows(
 
 
 def measure(model: Model, windows: Iterable[Sequence[int]]) -> Perplexity:
-    """Return the perplexity over all windows."""
+    """Return the perplexity over all windows; PiError where it is no finite number."""
     total, n_tokens = 0.0, 0
     for window in windows:
         logprobs = model.score(window)
         total += float(logprobs.sum(dtype="float64"))
         n_tokens += logprobs.size
-    return Perplexity(math.exp(-total / n_tokens), n_tokens)
+    loss = -total / n_tokens
+    if not loss < MAX_LOSS:  # NaN too
+        raise PiError(
+            f"the mean negative log-likelihood of the text is {loss}: the model does not work",
+            hint="the weights are damaged, or overflow in this type; try another --outtype",
+        )
+    return Perplexity(math.exp(loss), n_tokens)

@@ -328,8 +328,14 @@ def test_two_steps_at_once_are_refused(model):
     library.pi_engine_set_abort(model.engine.handle, callback, None)
     try:
         ticket = model.engine.submit(Batch([1, 2]))
-        for use in (lambda: model.engine.submit(Batch([1], positions=[2])), model.engine.kv_length):
-            with pytest.raises(PiError):
+        batch = Batch([1], positions=[2])
+        for use in (
+            lambda: model.engine.submit(batch),
+            lambda: model.engine.run(batch),  # does not end the other's step
+            model.engine.kv_length,
+            model.stats,
+        ):
+            with pytest.raises(PiError, match="still running"):
                 use()
         hold.set()
         model.engine.wait(ticket)

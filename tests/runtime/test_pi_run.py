@@ -322,6 +322,18 @@ def test_perplexity_of_nothing(pi_run, dense, tmp_path, text, flags, says):
     assert says in said.err
 
 
+def test_perplexity_of_a_model_that_does_not_work(pi_run, tmp_path):
+    """Weights that are no numbers: an error, no `nan`."""
+    shape = synthetic.Shape(n_layers=1)
+    weights = synthetic.dense_layout(synthetic.random_weights(shape, 0))
+    weights["output_norm.weight"][:] = np.nan
+    path = synthetic.write_gguf(tmp_path / "m.gguf", shape, weights)
+    text, _ = write_text(tmp_path)
+    said = pi_run("-m", path, "--perplexity", text)
+    assert_refused(said, 1, "the mean negative log-likelihood of the text is nan")
+    assert_refused(pi_run("-m", path, "-p", "w1"), 1, "no finite number")
+
+
 # ---- what needs no run
 
 

@@ -2,6 +2,8 @@
 
 #include <mutex>
 #include <new>
+#include <stdexcept>
+#include <system_error>
 
 namespace pi {
 namespace {
@@ -21,6 +23,11 @@ void store(const char *message, const char *hint) noexcept {
         last_message.clear();
         last_hint.clear();
     }
+}
+
+pi_status store_out_of_memory() noexcept {
+    store("out of memory", "use a smaller context (-c), fewer sequences or a smaller model");
+    return PI_DOES_NOT_FIT;
 }
 
 } // namespace
@@ -53,8 +60,12 @@ pi_status store_current_exception() noexcept {
         store(error.message.c_str(), error.hint.c_str());
         return error.status;
     } catch (const std::bad_alloc &) {
-        store("out of memory", "use a smaller context (-c), fewer sequences or a smaller model");
-        return PI_DOES_NOT_FIT;
+        return store_out_of_memory();
+    } catch (const std::length_error &) {
+        return store_out_of_memory();
+    } catch (const std::system_error &error) { // a thread that the system refuses
+        store(error.what(), "close other programs, or raise the limit on threads");
+        return PI_FAILURE;
     } catch (const std::exception &error) {
         store(error.what(), "");
         return PI_FAILURE;
