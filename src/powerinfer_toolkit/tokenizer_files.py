@@ -150,6 +150,8 @@ def _added_tokens(config: Json, special_map: Json, added: Json) -> dict[int, Add
         flags = ("special", "lstrip", "rstrip", "single_word")
         options = {flag: bool(entry.get(flag, False)) for flag in flags}
         tokens[int(token_id)] = AddedToken(entry["content"], normalized=False, **options)
+    if any(not 0 <= token_id < _MAX_TOKENS for token_id in tokens):
+        raise PiError("the added tokens have ids that are none", hint="download the files again")
     return tokens
 
 
@@ -193,7 +195,7 @@ def _vocabulary(
 ) -> Vocabulary:
     """Return the tokens of vocab.json and the added ones; ids between them are unused."""
     found = _read_json(path)
-    if any(type(i) is not int or not 0 <= i < _MAX_TOKENS for i in [*found.values(), *added]):
+    if any(type(i) is not int or not 0 <= i < _MAX_TOKENS for i in found.values()):
         raise PiError(f"{path} has ids that are none", hint="download it again")
     n_tokens = 1 + max([*found.values(), *added], default=-1)
     tokens = [padding_name(token_id) for token_id in range(n_tokens)]

@@ -149,6 +149,35 @@ def test_what_shows_only_when_encoding(
     assert time.monotonic() - begin < SECONDS
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "content"),
+    [
+        ("llama2", "added_tokens.json", {"<new>": 2**33}),
+        ("llama2", "added_tokens.json", {"<new>": -1}),
+        ("opt", "added_tokens.json", {"<new>": 2**33}),
+        ("opt", "vocab.json", {"a": 2**33}),
+        ("opt", "vocab.json", {"a": -1}),
+        ("opt", "vocab.json", {"a": "0"}),
+        ("opt", "tokenizer_config.json", {"tokenizer_class": "CodeGenTokenizer"}),
+        (
+            "opt",
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"99999999999": {"content": "x"}}},
+        ),
+    ],
+)
+def test_ids_and_classes_that_cannot_be(
+    kind: str, name: str, content: Json, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Ids in the billions would be billions of unused tokens."""
+    folder = shutil.copytree(folders[kind], tmp_path / "m")
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    (folder / name).write_text(json.dumps(content))
+    with pytest.raises(PiError) as caught:
+        tokenizer_metadata(folder, 1400)
+    assert caught.value.hint
+
+
 JUNK = st.one_of(
     st.none(),
     st.booleans(),
