@@ -140,7 +140,7 @@ asan: .venv/dev build/stress.gguf build/golden ## stress, damaged files and torc
 	cmake --preset asan >/dev/null
 	cmake --build --preset asan
 	build/asan/runtime/native/pi_stress build/stress.gguf
-	build/asan/runtime/native/pi_fuzz_gguf build/golden/*.gguf
+	printf '%s\n' build/golden/*.gguf | xargs -n 1 -P $(WORKERS) build/asan/runtime/native/pi_fuzz_gguf
 	rm -f build/asan/report.*
 	PI_LIB=$(CURDIR)/$(ASAN_LIB) LD_PRELOAD="$(ASAN_RUNTIME)" PYTHONPATH=tests \
 	    ASAN_OPTIONS=detect_leaks=0:log_path=$(CURDIR)/build/asan/report \

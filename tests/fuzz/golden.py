@@ -13,6 +13,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFValueType as Kind
 
 from parity.encode import encode
 from parity.gguf_file import patch_magic
@@ -93,6 +94,14 @@ def _write_dense(path: Path) -> None:
         "llama.rope.scaling.type": "linear",
         "llama.rope.scaling.factor": 2.0,
         "llama.attention.sliding_window": 48,
+        "llama.attention.scale": 0.25,
+        "llama.logit_scale": (Kind.FLOAT64, 1.0),
+        "llama.attention.causal": True,
+        "llama.expert_count": (Kind.UINT8, 0),
+        "powerinfer.format_version": (Kind.INT8, 1),
+        "powerinfer.sink_positions": (Kind.INT16, 1),
+        "split.count": (Kind.UINT16, 1),
+        "general.file_type": (Kind.UINT64, 3),
     }
     _write(path, shape, weights, uniform(Type.Q4_1), keys)
 
@@ -142,6 +151,9 @@ def _write_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
 
 
 def _write_key(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
+    """The type of a value follows from Python's, unless it is given: (type, value)."""
+    if isinstance(value, tuple):
+        return writer.add_key_value(name, value[1], value[0])
     kinds = {
         bool: writer.add_bool,
         int: writer.add_uint32,
@@ -149,7 +161,7 @@ def _write_key(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
         str: writer.add_string,
         list: writer.add_array,
     }
-    kinds[type(value)](name, value)
+    return kinds[type(value)](name, value)
 
 
 if __name__ == "__main__":
