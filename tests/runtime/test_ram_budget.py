@@ -133,6 +133,7 @@ def test_what_is_no_budget(text, synthetic_gguf, capsys):
 
 
 @pytest.mark.resources
+@pytest.mark.resources
 def test_a_real_run_stays_below_its_budget(smollm2_gguf):
     """All weights are read, a full batch is computed: the peak must stay below what the plan promised."""
     command = [sys.executable, "-m", "powerinfer_toolkit.runtime.cli", "-m", str(smollm2_gguf)]
