@@ -6,7 +6,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -108,27 +108,22 @@ def _command(args: argparse.Namespace) -> None:
     tests = [("pp", n) for n in args.n_prompt if n] + [("tg", n) for n in args.n_gen if n]
     if args.repetitions < 1 or not tests:
         raise UsageError("nothing to measure", hint="give -r of at least 1, and -p or -n above 0")
-    results = []
-    for threads in args.threads or [None]:
-        for result in _measure_threads(args, path, threads, tests):
-            results.append(result)
-            if not args.json:
-                _print_row(result, header=len(results) == 1)
-    if args.json:
-        print(json.dumps({"results": [asdict(result) for result in results]}))
-
-
-def _measure_threads(
-    args: argparse.Namespace, path: str, threads: int | None, tests: list[tuple[str, int]]
-) -> Iterator[Result]:
+    context = max(n for _, n in tests)
+    plans = [plan_options(args, threads, context) for threads in args.threads or [None]]
     with cli.uninterrupted():
         from powerinfer_toolkit.runtime.model import Model
-
-    context = max(n for _, n in tests)
-    with Model.open(path, plan_options(args, threads, context)) as model:
-        console.detail(f"{model.plan.n_threads} threads, {model.stats().isa} kernels")
-        for kind, n in tests:
-            yield _measure(model, kind, n, args.repetitions)
+    for options in plans:  # what is refused is refused before the first measurement
+        Model.open(path, options).close()
+    results = []
+    for options in plans:
+        with Model.open(path, options) as model:
+            console.detail(f"{model.plan.n_threads} threads, {model.stats().isa} kernels")
+            for kind, n in tests:
+                results.append(_measure(model, kind, n, args.repetitions))
+                if not args.json:
+                    _print_row(results[-1], header=len(results) == 1)
+    if args.json:
+        print(json.dumps({"results": [asdict(result) for result in results]}))
 
 
 def _measure(model: Model, kind: str, n: int, repetitions: int) -> Result:

@@ -8,6 +8,7 @@ import pytest
 
 from powerinfer_toolkit.runtime import bench
 from powerinfer_toolkit.runtime.bench import main
+from refusals import assert_refused, run_command
 
 
 @pytest.fixture
@@ -53,24 +54,29 @@ def test_the_table_has_a_row_a_test(relu, capsys):
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "says"),
     [
-        ["-p", 0, "-n", 0],
-        ["-r", 0],
-        ["-p", "a"],
-        ["-p", "-4"],
-        ["-t", "0"],
-        ["-p", 600],
-        ["-ngl", 1],
-        ["--ffn", "predicted"],
+        (["-p", 0, "-n", 0], "nothing to measure"),
+        (["-r", 0], "nothing to measure"),
+        (["-r", "many"], "invalid int"),
+        (["-p", "a"], "no list of numbers"),
+        (["-p", "1,,2"], "no list of numbers"),
+        (["-p", "-4"], "negative number"),
+        (["-n", 10**9], "above the 512"),
+        (["-t", "0"], "threads 0"),
+        (["-t", "2,99999"], "threads 99999"),
+        (["-p", 600], "above the 512"),
+        (["-b", 0], "batch 0"),
+        (["-ngl", 1], "-ngl is not supported"),
+        (["--vram-budget", 8], "without a GPU"),
+        (["--ram-budget", "some"], "is no size"),
+        (["--ffn", "predicted"], "predictors"),
+        (["--no-such-flag"], "unrecognized"),
     ],
 )
-def test_usage_errors(relu, flags, capsys):
-    assert run("-m", relu, *flags) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "error" in said.err
+def test_usage_errors(relu, flags, says, capsys):
+    assert_refused(run_command(main, capsys, "-m", relu, "-r", 1, *flags), 2, says)
 
 
-def test_no_model():
-    assert run("-p", 8) == 2
+def test_no_model(capsys):
+    assert_refused(run_command(main, capsys, "-p", 8), 2, "no model given")
