@@ -78,8 +78,8 @@ def run(
         code = _run(parser, command, argv)
     except BrokenPipeError:
         code = ExitCode.CLOSED_PIPE
-    except KeyboardInterrupt:  # the second one, while the first was reported
-        code = ExitCode.INTERRUPTED
+    except KeyboardInterrupt:  # the second one, before the first was reported
+        code = _interrupted(argv)
     _leave_closed_pipes()
     if argv is None:  # the process ends here; it has nothing left to interrupt
         _ignore_interrupts()
@@ -102,11 +102,20 @@ def _run(
             raise
         return _report(failure)
     except KeyboardInterrupt:
-        if argv is None:
-            _ignore_interrupts()
-        console.error("interrupted")
-        return ExitCode.INTERRUPTED
+        return _interrupted(argv)
     return ExitCode.OK
+
+
+def _interrupted(argv: Sequence[str] | None) -> ExitCode:
+    """Say that the command was interrupted, however often Ctrl-C comes meanwhile."""
+    while True:
+        try:
+            if argv is None:  # the process ends here
+                _ignore_interrupts()
+            console.error("interrupted")
+            return ExitCode.INTERRUPTED
+        except KeyboardInterrupt:
+            continue
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
