@@ -58,7 +58,7 @@ class CurveMeter:
         for layer, edges in enumerate(self._edges):
             place = torch.bucketize(logits[layer].flatten(), edges, right=True)
             for which, cost in enumerate((costs.miss, costs.read)):
-                sums = torch.bincount(place, cost[layer].flatten(), N_EDGES + 1)
+                sums = torch.bincount(place, cost[layer].flatten().double(), N_EDGES + 1)
                 self._sums[which, layer] += sums
         self._n_tokens += inputs.shape[1]
 
