@@ -38,7 +38,12 @@ def profile(source: str, output: Path, settings: ProfileSettings) -> ActivationS
     """
     accelerator = Accelerator()
     output.mkdir(parents=True, exist_ok=True)
-    model = load_sparse_model(source, dtype=settings.torch_dtype, device=accelerator.device)
+    model = load_sparse_model(
+        source,
+        device=accelerator.device,
+        dtype=settings.torch_dtype,
+        trust_remote_code=settings.trust_remote_code,
+    )
     origin = model.origin()
     encoder = text_encoder(load_tokenizer(model.source), settings.separator_token)
     store = TokenStore(settings, encoder, Path(settings.token_dir or output / "tokens"))

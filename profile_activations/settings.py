@@ -25,6 +25,9 @@ class ProfileSettings:
     token_dir: str | None = setting(None, "where tokenised text is kept; none: OUT/tokens")
     seed: int = setting(0, "seed of the order")
     max_tokens: int | None = setting(None, "stop after so many tokens; default: all")
+    trust_remote_code: bool = setting(
+        False, "run modelling code that lies in the checkpoint's directory (dReLU models)"
+    )
     per_device_batch_size: int = setting(16, "blocks that run at a time in every process")
     torch_dtype: str = setting(
         "auto",

@@ -35,6 +35,9 @@ class PredictorSettings:
         "arithmetic of the model; auto is the checkpoint's own on a GPU, float32 elsewhere",
         choices=DTYPES,
     )
+    trust_remote_code: bool = setting(
+        False, "run modelling code that lies in the checkpoint's directory (dReLU models)"
+    )
     per_device_batch_size: int = setting(16, "blocks that run through the model at a time")
     predictor_batch_tokens: int = setting(4096, "tokens of one step of the predictors in a process")
     learning_rate: float = setting(1e-2, "of Adam, falling to 0 along a cosine")
@@ -42,8 +45,8 @@ class PredictorSettings:
     seed: int = setting(0, "of initial weights and sampled labels")
     predictor_rank: list[int] = setting(
         [48],
-        "ranks to train at once, from the same activations; of several the best is kept, one for all layers or "
-        "one a layer, whichever reads fewer bytes",
+        "ranks to train at once, from the same activations (a multiple of 32 can be quantised); of several the best is "
+        "kept, one for all layers or one a layer, whichever reads fewer bytes",
     )
     predictor_budget: float = setting(0.1, "most predictor parameters, as a share of the FFN's")
     predictor_init: str = setting(

@@ -49,7 +49,12 @@ def train_predictors(
     """
     accelerator = Accelerator()
     output.mkdir(parents=True, exist_ok=True)
-    model = load_sparse_model(source, dtype=settings.torch_dtype, device=accelerator.device)
+    model = load_sparse_model(
+        source,
+        device=accelerator.device,
+        dtype=settings.torch_dtype,
+        trust_remote_code=settings.trust_remote_code,
+    )
     weights = model.origin()
     check_statistics(statistics, model, weights)
     check_budget(model, settings)

@@ -196,3 +196,36 @@ def test_upstreams_files(profiled, tmp_path):
     for layer in range(3):
         tensor = torch.load(tmp_path / "out" / "activation" / f"activation_{layer}.pt")
         assert tensor.tolist() == statistics.tally.counts[layer].tolist()
+
+
+def test_both_branches_of_drelu_count(sparse_checkpoint, tmp_path, pi_profile, text_flags, capsys):
+    """pi-relufy's dReLU checkpoints bring their code, which runs only if that is asked for."""
+    from powerinfer_toolkit.convert.relufy import variants
+    from powerinfer_toolkit.convert.relufy.bamboo.modeling_bamboo import BambooForCausalLM
+
+    folder = shutil.copytree(sparse_checkpoint, tmp_path / "drelu")
+    relu = load_checkpoint(sparse_checkpoint)
+    model = BambooForCausalLM(variants._bamboo_config(relu.config))
+    model.load_state_dict(relu.state_dict())
+    variants.save_checkpoint(model, model.state_dict(), folder, dtype=torch.float32, threshold=0.0)
+    flags = (*text_flags, "--max_length", 64, "--max_tokens", 128)
+    assert pi_profile(folder, tmp_path / "out", *flags) == 1
+    assert "trust_remote_code" in capsys.readouterr().err
+    assert pi_profile(folder, tmp_path / "out", *flags, "--trust_remote_code") == 0
+    zeros = ActivationStatistics.load(tmp_path / "out").zero_share()
+    assert pi_profile(sparse_checkpoint, tmp_path / "relu", *flags) == 0
+    relu_zeros = ActivationStatistics.load(tmp_path / "relu").zero_share()
+    # the gate is open in the first layer as before; up is positive half the time
+    assert 1 - zeros[0] == pytest.approx((1 - relu_zeros[0]) / 2, rel=0.2)
+
+
+@pytest.mark.parametrize("what", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_damaged_checkpoints_are_refused(
+    sparse_checkpoint, tmp_path, pi_profile, text_flags, capsys, what
+):
+    folder = shutil.copytree(sparse_checkpoint, tmp_path / "damaged")
+    (folder / what).write_bytes(b"{" + (folder / what).read_bytes()[:200])
+    assert pi_profile(folder, tmp_path / "out", *text_flags) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "damaged" in error

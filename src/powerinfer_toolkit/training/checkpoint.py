@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from powerinfer_toolkit.artifact import Origin
@@ -80,27 +81,34 @@ class SparseModel:
             yield
 
 
-def load_sparse_model(source: str, *, dtype: str = "auto", device: torch.device) -> SparseModel:
+def load_sparse_model(
+    source: str, *, device: torch.device, dtype: str = "auto", trust_remote_code: bool = False
+) -> SparseModel:
     """Load the checkpoint `source`, a directory or `id[@revision]`, for inference.
 
-    `dtype` "auto" is the checkpoint's own on a GPU and float32 elsewhere. Raises PiError for a model whose
-    activation never gives zeros.
+    `dtype` "auto" is the checkpoint's own on a GPU and float32 elsewhere; `trust_remote_code` runs modelling code
+    that lies in the directory. Raises PiError for what cannot be loaded, and for a model whose activation
+    never gives zeros.
     """
     transformers.utils.logging.disable_progress_bar()
     local = locate(source)
-    config = transformers.AutoConfig.from_pretrained(local.path)
-    activation = getattr(config, "hidden_act", None)
-    if activation not in SPARSE_ACTIVATIONS:
-        raise PiError(
-            f"{local.name} has the activation {activation!r}: its neurons are never exactly off",
-            hint="make it ReLU-sparse with pi-relufy first",
-        )
-    threshold = max(float(getattr(config, key, None) or 0.0) for key in THRESHOLD_KEYS)
-    config.hidden_act = "relu"  # transformers knows no fatrelu
     kept = "auto" if device.type == "cuda" else torch.float32
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        local.path, config=config, dtype=kept if dtype == "auto" else DTYPES[dtype]
-    )
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            local.path, trust_remote_code=trust_remote_code
+        )
+        threshold = _sparse_threshold(config, local.name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            local.path,
+            config=config,
+            dtype=kept if dtype == "auto" else DTYPES[dtype],
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError, ImportError, SafetensorError) as failure:
+        raise PiError(
+            f"cannot load {local.name}: {failure}",
+            hint="name the directory of a Hugging Face checkpoint; its own code needs trust_remote_code",
+        ) from failure
     model = model.to(device).eval().requires_grad_(False)
     return SparseModel(
         model,
@@ -109,6 +117,18 @@ def load_sparse_model(source: str, *, dtype: str = "auto", device: torch.device)
         n_embd=config.hidden_size,
         n_ff=config.intermediate_size,
     )
+
+
+def _sparse_threshold(config: Any, name: str) -> float:  # noqa: ANN401 - transformers' own
+    """Return the threshold on the gate, 0 for plain ReLU, and let transformers load the model as ReLU."""
+    activation = getattr(config, "hidden_act", None)
+    if activation not in SPARSE_ACTIVATIONS:
+        raise PiError(
+            f"{name} has the activation {activation!r}: its neurons are never exactly off",
+            hint="make it ReLU-sparse with pi-relufy first",
+        )
+    config.hidden_act = "relu"  # transformers knows no fatrelu
+    return max(float(getattr(config, key, None) or 0.0) for key in THRESHOLD_KEYS)
 
 
 def load_tokenizer(source: LocalModel) -> Any:  # noqa: ANN401 - transformers' own
