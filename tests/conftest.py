@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes as ct
 import importlib.util
+import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +17,13 @@ import pytest
 from powerinfer_toolkit.runtime import native_lib
 
 RELU = {"powerinfer.activation": "relu"}
+
+# transformers keeps checkpoints' own code in one folder a process, and Python what it imported from there: every
+# test of a process shares a folder that goes with it. Read when transformers is first imported.
+if "transformers" not in sys.modules:
+    _modules = tempfile.mkdtemp(prefix="hf-modules-")
+    os.environ["HF_MODULES_CACHE"] = _modules
+    atexit.register(shutil.rmtree, _modules, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

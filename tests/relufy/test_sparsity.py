@@ -136,10 +136,8 @@ def test_fatrelu_loads_with_stock_transformers(dense, tmp_path):
     torch.testing.assert_close(stock(IDS).logits, model(IDS).logits, rtol=0, atol=0)
 
 
-def test_drelu_brings_its_code(dense, tmp_path, tmp_path_factory, monkeypatch):
+def test_drelu_brings_its_code(dense, tmp_path):
     """The checkpoint alone, through trust_remote_code, is the model; gate and up are both cut."""
-    modules = tmp_path_factory.mktemp("modules")
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
     _, model = student(dense, variant="drelu")
     seen = down_inputs(model)
     logits = model(IDS).logits
