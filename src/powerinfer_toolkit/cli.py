@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from powerinfer_toolkit import __version__, console
 from powerinfer_toolkit.errors import ExitCode, PiError
@@ -23,7 +24,19 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the `error:` line and end with the code for usage."""
-        console.error(message, f"{self.prog} --help lists what there is")
+        self._fail(message, f"{self.prog} --help lists what there is")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # noqa: ANN401
+        """Parse as argparse does, but refuse flags that do not exist, with the nearest one that does."""
+        found, unknown = super().parse_known_args(args, namespace)
+        flags = [word.split("=")[0] for word in unknown if word.startswith("--")]
+        near = difflib.get_close_matches(flags[0], self._option_string_actions, 1) if flags else []
+        if near:
+            self._fail(f"unrecognized arguments: {' '.join(unknown)}", f"did you mean {near[0]}?")
+        return found, unknown
+
+    def _fail(self, message: str, hint: str) -> NoReturn:
+        console.error(message, hint)
         self.exit(ExitCode.USAGE)
 
 
@@ -58,13 +71,32 @@ def new_parser(
     """
     parser = CommandParser(prog=prog, description=description, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("--version", action=_ShowVersion, describe=describe_build)
-    talk = parser.add_mutually_exclusive_group()
-    talk.add_argument("-v", "--verbose", action="store_true", help="say more on stderr")
-    talk.add_argument(
-        "-q", "--quiet", action="store_true", help="only errors and warnings on stderr"
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    _add_talk(parser, default=False)
     return parser
+
+
+def add_command(commands: Any, name: str, description: str) -> argparse.ArgumentParser:  # noqa: ANN401
+    """Return the parser of a subcommand, with the flags that all commands share.
+
+    `commands` is what add_subparsers returned.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, description=description, help=description, epilog=EPILOG, allow_abbrev=False
+    )
+    _add_talk(parser, default=argparse.SUPPRESS)  # what stands before the subcommand holds too
+    return parser
+
+
+def _add_talk(parser: argparse.ArgumentParser, default: Any) -> None:  # noqa: ANN401
+    talk = parser.add_mutually_exclusive_group()
+    for names, text in (
+        (("-v", "--verbose"), "say more on stderr"),
+        (("-q", "--quiet"), "only errors and warnings on stderr"),
+    ):
+        talk.add_argument(*names, action="store_true", default=default, help=text)
+    parser.add_argument(
+        "--debug", action="store_true", default=default, help="show the traceback of a failure"
+    )
 
 
 def run(

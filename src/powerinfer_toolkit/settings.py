@@ -18,21 +18,22 @@ from typing import Any, TypeVar
 from powerinfer_toolkit.errors import UsageError
 
 S = TypeVar("S")
-CHOICES, HELP = "choices", "help"
+CHOICES, HELP, SHORT = "choices", "help", "short"
 
 
-def setting(default: Any, help: str, *, choices: Sequence[str] = ()) -> Any:  # noqa: ANN401 - as dataclasses.field
-    """Return a dataclass field with a default (lists and dicts are copied), a help text and choices."""
-    metadata = {HELP: help, CHOICES: tuple(choices)}
+def setting(default: Any, help: str, *, choices: Sequence[str] = (), short: str = "") -> Any:  # noqa: ANN401 - as dataclasses.field
+    """Return a dataclass field with a default (lists and dicts are copied), help, choices and a short flag."""
+    metadata = {HELP: help, CHOICES: tuple(choices), SHORT: short}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def add_flags(parser: argparse.ArgumentParser, schema: type) -> None:
+def add_flags(parser: argparse.ArgumentParser, schema: type, section: str = "") -> None:
     """Add a flag for every field of `schema`; a flag that is not given leaves no trace in the namespace.
 
-    Lists and mappings are written as YAML; a boolean flag without a value means true.
+    Lists and mappings are written as YAML; a boolean flag without a value means true. With a section the flags
+    are --section.key, and --help leaves them to the section's own command.
     """
     group = parser.add_argument_group("settings, as flags or as keys of the file")
     for field, kind in _fields(schema):
@@ -43,17 +44,22 @@ def add_flags(parser: argparse.ArgumentParser, schema: type) -> None:
             {"nargs": "?", "const": "true"} if bool in _alternatives(kind) else {}
         )
         group.add_argument(
-            f"--{field.name}",
+            f"--{_flag(field.name, section)}",
             default=argparse.SUPPRESS,
             metavar="|".join(choices) if choices else _kind_name(kind).upper(),
-            help=text.replace("%", "%%"),
+            help=argparse.SUPPRESS if section else text.replace("%", "%%"),
             **switch,
         )
 
 
-def given_flags(args: argparse.Namespace, schema: type) -> dict[str, str]:
+def given_flags(args: argparse.Namespace, schema: type, section: str = "") -> dict[str, str]:
     """Return the settings that were given as flags, as text."""
-    return {name: getattr(args, name) for name in keys(schema) if hasattr(args, name)}
+    flags = {name: _flag(name, section) for name in keys(schema)}
+    return {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
+
+
+def _flag(name: str, section: str) -> str:
+    return f"{section}.{name}" if section else name
 
 
 def keys(schema: type) -> list[str]:
@@ -61,7 +67,7 @@ def keys(schema: type) -> list[str]:
     return [field.name for field, _ in _fields(schema)]
 
 
-def read_yaml(path: Path, section: str) -> dict[str, Any]:
+def read_yaml(path: Path, section: str = "") -> dict[str, Any]:
     """Return the mapping in a YAML file, or in its section of that name if it has one. Raises UsageError.
 
     A recipe holds one section a stage; a file for one command holds the keys alone.
@@ -93,9 +99,14 @@ def resolve(schema: type[S], values: Mapping[str, Any], flags: Mapping[str, Any]
 
 def to_yaml(settings: Any) -> str:  # noqa: ANN401 - any dataclass
     """Return every setting, defaults included, as the YAML that `resolve` reads."""
+    return dump_yaml(to_mapping(settings))
+
+
+def dump_yaml(content: Mapping[str, Any]) -> str:
+    """Return a mapping of plain values as YAML, in its order."""
     import yaml
 
-    text: str = yaml.safe_dump(to_mapping(settings), sort_keys=False, allow_unicode=True, width=100)
+    text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
     return text
 
 
@@ -130,7 +141,7 @@ def _convert_all(schema: type, values: Mapping[str, Any], where: str) -> dict[st
     converted = {}
     for name, value in values.items():
         if name not in fields:
-            raise _unknown(str(name), fields, where)
+            raise unknown_key(str(name), fields, where)
         field, kind = fields[name]
         converted[name] = _convert(value, kind, f"{where}: {name}")
         choices = field.metadata.get(CHOICES, ())
@@ -139,7 +150,8 @@ def _convert_all(schema: type, values: Mapping[str, Any], where: str) -> dict[st
     return converted
 
 
-def _unknown(name: str, known: Iterable[str], where: str) -> UsageError:
+def unknown_key(name: str, known: Iterable[str], where: str) -> UsageError:
+    """Return the error of a key that does not exist; its hint is the nearest one that does."""
     near = difflib.get_close_matches(name, list(known), n=1)
     hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
     return UsageError(f"{where}: unknown key {name}", hint=hint)
