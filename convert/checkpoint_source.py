@@ -13,13 +13,13 @@ from powerinfer_toolkit.convert.activations import Statistics
 from powerinfer_toolkit.convert.checkpoint import Checkpoint
 from powerinfer_toolkit.convert.config import RopeKind, read_config
 from powerinfer_toolkit.convert.elements import WEIGHT_DTYPES, Array, Entry, RawTensor
-from powerinfer_toolkit.convert.gguf_keys import pack
 from powerinfer_toolkit.convert.metadata import architecture_keys, general_keys, source_keys
 from powerinfer_toolkit.convert.parameters import Parameter, check_parameters, expected_parameters
 from powerinfer_toolkit.convert.roles import WEIGHTS, placeholder
 from powerinfer_toolkit.convert.rope import interleaved_rows, llama3_factors
 from powerinfer_toolkit.convert.source import PredictorWeights
 from powerinfer_toolkit.gguf_format import Dialect, NeuronOrder, Tensor
+from powerinfer_toolkit.gguf_keys import pack
 from powerinfer_toolkit.hub import LocalModel
 from powerinfer_toolkit.tokenizer_format import TokenizerModel
 from powerinfer_toolkit.tokenizer_keys import tokenizer_metadata

@@ -13,8 +13,6 @@ from powerinfer_toolkit.artifact import Manifest, Origin, check_target, new_dire
 from powerinfer_toolkit.convert.activations import Statistics, read_statistics
 from powerinfer_toolkit.convert.checkpoint_source import CheckpointSource
 from powerinfer_toolkit.convert.dialect import choose_dialect
-from powerinfer_toolkit.convert.encoding import WEIGHED
-from powerinfer_toolkit.convert.gguf_keys import PackedKey, pack
 from powerinfer_toolkit.convert.gguf_source import GgufSource
 from powerinfer_toolkit.convert.importance import ImportanceMatrix, read_importance
 from powerinfer_toolkit.convert.layout import Layout, OutputTensor, ffn_types, output_tensors
@@ -42,6 +40,8 @@ from powerinfer_toolkit.gguf_format import (
     Key,
     NeuronOrder,
 )
+from powerinfer_toolkit.gguf_keys import PackedKey, pack
+from powerinfer_toolkit.gguf_types import WEIGHED
 from powerinfer_toolkit.hub import locate
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer_toolkit.gguf_format import TensorType
+from powerinfer_toolkit.gguf_types import is_packed
 
 Array = NDArray[Any]
 
@@ -31,8 +31,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 }
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
-_SIZES = {t: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(t)] for t in TensorType}
-PACKED = {t.name: t for t in TensorType if _SIZES[t][0] > 1}  # several elements share a block
+PACKED = {t.name: t for t in TensorType if is_packed(t)}  # several elements share a block
 
 
 @dataclass(frozen=True)
@@ -75,19 +74,3 @@ def to_float32(data: Array, dtype: str) -> NDArray[np.float32]:
             values = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[dtype])
             return np.ascontiguousarray(values, dtype=np.float32)
         return np.ascontiguousarray(data, dtype=np.float32)
-
-
-def n_bytes(tensor_type: TensorType, shape: tuple[int, ...]) -> int:
-    """Return the size of a tensor in the file; the last dimension is a multiple of the type's block."""
-    n_elements, block_bytes = _SIZES[tensor_type]
-    return math.prod(shape) // n_elements * block_bytes
-
-
-def block_elements(tensor_type: TensorType) -> int:
-    """Return how many neighbours of a row share a block."""
-    return _SIZES[tensor_type][0]
-
-
-def is_packed(tensor_type: TensorType) -> bool:
-    """Return whether elements share blocks: whether the type is a quantised one."""
-    return block_elements(tensor_type) > 1

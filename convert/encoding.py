@@ -1,38 +1,19 @@
-"""float32 -> output types: gguf-py's quantisers where it has them, libgguf's for the rest.
-
-Both give the bits of ggml's reference quantisers (tests/convert/test_types.py compares them).
-"""
+"""float32 -> output types, with checks of what a type can hold."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer_toolkit.convert.elements import Array, is_packed
+from powerinfer_toolkit.convert.elements import Array
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import TensorType
+from powerinfer_toolkit.gguf_types import is_packed, quantise
 
 READ_ONLY = (TensorType.MXFP4, TensorType.NVFP4)
-# Types whose quantiser weighs errors by an importance matrix.
-WEIGHED = (
-    TensorType.Q4_0,
-    TensorType.Q4_1,
-    TensorType.Q5_0,
-    TensorType.Q5_1,
-    TensorType.Q2_K,
-    TensorType.Q3_K,
-    TensorType.Q4_K,
-    TensorType.Q5_K,
-    TensorType.Q6_K,
-    TensorType.IQ4_NL,
-)
-_ONLY_LIBGGUF = WEIGHED[4:]  # gguf-py reads these, and does not write them
 # Below this magnitude no type overflows: a block's float16 scale and offset are at most twice the
 # largest element.
 _SAFE_PEAK = 2.0**15
@@ -77,7 +58,7 @@ def encode(
         rows = np.where(finite, rows, np.float32(0)) if is_packed(tensor_type) else rows
     if packed is not None:
         return Encoded(packed, peak, n_nonfinite)
-    data = _quantise(rows, tensor_type, importance)
+    data = quantise(rows, tensor_type, importance)
     if peak > _SAFE_PEAK and not _in_range(data, tensor_type, rows, peak):
         raise PiError(
             f"{name} holds {peak:.6g}, beyond the range of {tensor_type.name}",
@@ -93,30 +74,3 @@ def _in_range(data: Array, tensor_type: TensorType, rows: NDArray[np.float32], p
     with np.errstate(over="ignore", invalid="ignore"):
         decoded = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(tensor_type))
     return bool((np.isfinite(decoded) | ~np.isfinite(rows)).all())
-
-
-def _quantise(
-    rows: NDArray[np.float32], tensor_type: TensorType, importance: NDArray[np.float32] | None
-) -> Array:
-    if tensor_type in _ONLY_LIBGGUF or (importance is not None and tensor_type in WEIGHED):
-        import libgguf  # only those who write these types need it
-
-        def quantise(part: NDArray[np.float32]) -> Array:
-            encoded: Array = libgguf.quantize_rows(part, int(tensor_type), importance)
-            return encoded
-
-        return _in_threads(quantise, rows)
-    with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for what overflowed
-        encoded: Array = gguf.quants.quantize(rows, gguf.GGMLQuantizationType(tensor_type))
-    return encoded
-
-
-def _in_threads(
-    quantise: Callable[[NDArray[np.float32]], Array], rows: NDArray[np.float32]
-) -> Array:
-    """Quantise every row, rows dealt out to all processors; each row's bits depend on that row alone."""
-    n_parts = min(os.cpu_count() or 1, len(rows))
-    if n_parts < 2:
-        return quantise(rows)
-    with ThreadPoolExecutor(n_parts) as pool:
-        return np.concatenate(list(pool.map(quantise, np.array_split(rows, n_parts))))

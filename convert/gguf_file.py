@@ -21,12 +21,11 @@ from powerinfer_toolkit.convert.elements import (
     PACKED,
     Entry,
     RawTensor,
-    block_elements,
-    n_bytes,
 )
-from powerinfer_toolkit.convert.gguf_keys import SCALARS, PackedKey
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import ALIGNMENT, GGUF_MAGIC, PWRI_MAGIC, TensorType
+from powerinfer_toolkit.gguf_keys import SCALARS, PackedKey
+from powerinfer_toolkit.gguf_types import block_elements, n_bytes
 
 _MAX_DIMENSIONS = 4
 _MAX_NAME_BYTES = 1 << 16

@@ -15,7 +15,6 @@ from powerinfer_toolkit.convert.activations import Statistics
 from powerinfer_toolkit.convert.elements import Array, Entry, RawTensor
 from powerinfer_toolkit.convert.gguf_config import is_sparse, number, read_gguf_config
 from powerinfer_toolkit.convert.gguf_file import GgufFile, damaged
-from powerinfer_toolkit.convert.gguf_keys import PackedKey, pack
 from powerinfer_toolkit.convert.hashing import TensorHash
 from powerinfer_toolkit.convert.metadata import source_keys
 from powerinfer_toolkit.convert.parameters import Parameter, check_parameters, expected_parameters
@@ -33,6 +32,7 @@ from powerinfer_toolkit.gguf_format import (
     Tensor,
     TensorType,
 )
+from powerinfer_toolkit.gguf_keys import PackedKey, pack
 from powerinfer_toolkit.tokenizer_format import TokenizerModel
 from powerinfer_toolkit.tokenizer_keys import MetadataEntry
 from powerinfer_toolkit.tokenizer_rebuild import tokenizer_from_keys

@@ -14,12 +14,9 @@ from powerinfer_toolkit.convert.elements import (
     PACKED,
     Array,
     RawTensor,
-    block_elements,
-    is_packed,
-    n_bytes,
     to_float32,
 )
-from powerinfer_toolkit.convert.encoding import READ_ONLY, WEIGHED
+from powerinfer_toolkit.convert.encoding import READ_ONLY
 from powerinfer_toolkit.convert.importance import ImportanceMatrix
 from powerinfer_toolkit.convert.neurons import NeuronPlaces
 from powerinfer_toolkit.convert.outtypes import OutType, fitting_type, recipe, wanted_type
@@ -28,6 +25,7 @@ from powerinfer_toolkit.convert.predictors import FC1, FC2
 from powerinfer_toolkit.convert.source import PredictorWeights, Source
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import EXACT_PREDICTOR_RANK, Dialect, Tensor, TensorType
+from powerinfer_toolkit.gguf_types import WEIGHED, block_elements, is_packed, n_bytes
 
 _BLOCK_ELEMENTS = 1 << 20  # converted at a time: a few times 4 MiB of temporaries
 FFN_TEMPLATES = (Tensor.FFN_GATE, Tensor.FFN_UP, Tensor.FFN_DOWN, Tensor.FFN_DOWN_T)

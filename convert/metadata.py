@@ -8,7 +8,6 @@ from gguf import GGUFValueType as ValueType
 from powerinfer_toolkit.artifact import Manifest
 from powerinfer_toolkit.convert.activations import Statistics
 from powerinfer_toolkit.convert.config import ModelConfig, RopeKind
-from powerinfer_toolkit.convert.gguf_keys import PackedKey
 from powerinfer_toolkit.convert.layout import Layout
 from powerinfer_toolkit.convert.outtypes import recipe
 from powerinfer_toolkit.gguf_format import (
@@ -17,6 +16,7 @@ from powerinfer_toolkit.gguf_format import (
     Dialect,
     Key,
 )
+from powerinfer_toolkit.gguf_keys import PackedKey
 from powerinfer_toolkit.tokenizer_keys import MetadataEntry
 
 # What the file says of its predictors: kept with them, else gone with them.

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from gguf import LlamaFileType
 
 from powerinfer_toolkit.convert.config import ModelConfig
-from powerinfer_toolkit.convert.elements import block_elements
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import Tensor, TensorType
+from powerinfer_toolkit.gguf_types import block_elements
 
 
 class OutType(StrEnum):

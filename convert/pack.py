@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from powerinfer_toolkit import console
+from powerinfer_toolkit.artifact import check_space
 from powerinfer_toolkit.convert.encoding import encode
-from powerinfer_toolkit.convert.gguf_keys import PackedKey
-from powerinfer_toolkit.convert.header import gguf_header, padded
 from powerinfer_toolkit.convert.layout import OutputTensor
 from powerinfer_toolkit.convert.roles import placeholder
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import ALIGNMENT
+from powerinfer_toolkit.gguf_header import gguf_header, padded
+from powerinfer_toolkit.gguf_keys import PackedKey
 
 
 def write_gguf(
@@ -32,7 +32,7 @@ def write_gguf(
     Raises PiError for weights that cannot be represented and for a disk that is too small.
     """
     header = gguf_header(magic, keys, tensors)
-    _check_space(path, len(header) + sum(padded(tensor.n_bytes) for tensor in tensors))
+    check_space(path, len(header) + sum(padded(tensor.n_bytes) for tensor in tensors))
     nonfinite: dict[str, int] = {}
     with path.open("wb") as stream:
         stream.write(header)
@@ -80,13 +80,4 @@ def _warn_of_nonfinite(counts: dict[str, int]) -> None:
         console.warning(
             f"{sum(counts.values())} weights in {len(counts)} tensors are NaN or infinite, the first in "
             f"{next(iter(counts))}: kept in F32, F16, BF16 and copied blocks, else written as 0"
-        )
-
-
-def _check_space(path: Path, needed_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(path.parent).free
-    if free_bytes < needed_bytes:
-        raise PiError(
-            f"the output needs {needed_bytes / 1e9:.2f} GB and {path.parent} has {free_bytes / 1e9:.2f} GB free",
-            hint="free some space, write elsewhere or take a smaller --outtype",
         )

@@ -11,9 +11,9 @@ from powerinfer_toolkit.artifact import Origin
 from powerinfer_toolkit.convert.activations import Statistics
 from powerinfer_toolkit.convert.config import ModelConfig
 from powerinfer_toolkit.convert.elements import Array, Entry, RawTensor
-from powerinfer_toolkit.convert.gguf_keys import PackedKey
 from powerinfer_toolkit.convert.parameters import Parameter
 from powerinfer_toolkit.gguf_format import Dialect, NeuronOrder
+from powerinfer_toolkit.gguf_keys import PackedKey
 from powerinfer_toolkit.tokenizer_format import TokenizerModel
 from powerinfer_toolkit.tokenizer_keys import MetadataEntry
 

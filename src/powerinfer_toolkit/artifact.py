@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -110,3 +111,13 @@ def new_directory(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             path.rmdir()
+
+
+def check_space(path: Path, needed_bytes: int) -> None:
+    """Refuse an output that the disk has no room for."""
+    free_bytes = shutil.disk_usage(path.parent).free
+    if free_bytes < needed_bytes:
+        raise PiError(
+            f"the output needs {needed_bytes / 1e9:.2f} GB and {path.parent} has {free_bytes / 1e9:.2f} GB free",
+            hint="free some space, write elsewhere or take a smaller --outtype",
+        )

@@ -7,11 +7,12 @@ from gguf import GGMLQuantizationType as Type
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from powerinfer_toolkit.convert import encoding
-from powerinfer_toolkit.convert.elements import PACKED, is_packed, to_float32
-from powerinfer_toolkit.convert.encoding import READ_ONLY, WEIGHED, encode
+from powerinfer_toolkit import gguf_types
+from powerinfer_toolkit.convert.elements import PACKED, to_float32
+from powerinfer_toolkit.convert.encoding import READ_ONLY, encode
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import TensorType
+from powerinfer_toolkit.gguf_types import WEIGHED, is_packed
 
 WRITTEN = [t for t in PACKED.values() if t not in READ_ONLY]
 BY_GGUF_PY = [TensorType.Q8_0, *WEIGHED[:4]]
@@ -163,7 +164,7 @@ def test_bits_do_not_depend_on_threads(tensor_type, monkeypatch):
     rows = awkward_rows(5)
     results = set()
     for n_threads in (1, 2, 7, 64):
-        monkeypatch.setattr(encoding.os, "cpu_count", lambda n=n_threads: n)
+        monkeypatch.setattr(gguf_types.os, "cpu_count", lambda n=n_threads: n)
         results.add(encode(rows, tensor_type, "x").data.tobytes())
     assert len(results) == 1
 

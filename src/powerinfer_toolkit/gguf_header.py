@@ -4,15 +4,41 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Protocol
 
-from powerinfer_toolkit.convert.gguf_keys import PackedKey, packed_string
-from powerinfer_toolkit.convert.layout import OutputTensor
-from powerinfer_toolkit.gguf_format import ALIGNMENT
+from powerinfer_toolkit.gguf_format import ALIGNMENT, TensorType
+from powerinfer_toolkit.gguf_keys import PackedKey, packed_string
 
 GGUF_VERSION = 3
 
 
-def gguf_header(magic: bytes, keys: Sequence[PackedKey], tensors: Sequence[OutputTensor]) -> bytes:
+class DescribedTensor(Protocol):
+    """What the file says of a tensor; `shape` in numpy order, `n_bytes` without padding."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows first, the contiguous dimension last."""
+        ...
+
+    @property
+    def type(self) -> TensorType:
+        """Its element type."""
+        ...
+
+    @property
+    def n_bytes(self) -> int:
+        """Its size in the file."""
+        ...
+
+
+def gguf_header(
+    magic: bytes, keys: Sequence[PackedKey], tensors: Sequence[DescribedTensor]
+) -> bytes:
     """Return everything before the data, padded to the alignment."""
     parts = [magic, struct.pack("<IQQ", GGUF_VERSION, len(tensors), len(keys))]
     for key in keys:
