@@ -30,9 +30,12 @@ def to_tokens(blocks: Blocks, device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def masked(
-    model: SparseModel, predictors: Sequence[Predictor | None], on_mask: OnMask | None = None
+    model: SparseModel,
+    predictors: Sequence[Predictor | None],
+    on_mask: OnMask | None = None,
+    sink_positions: int = SINK_POSITIONS,
 ) -> Iterator[None]:
-    """Drop what the predictors do not let through; None leaves a layer exact, and position 0 always is."""
+    """Drop what the predictors do not let through; None leaves a layer exact, as leading positions are."""
 
     def tap(layer: int, residual: Tensor, hidden: Tensor) -> Tensor | None:
         predictor = predictors[layer]
@@ -40,7 +43,7 @@ def masked(
             kept = torch.ones_like(hidden, dtype=torch.bool)
         else:
             kept = predictor.predicts(residual)
-            kept[:, :SINK_POSITIONS] = True
+            kept[:, :sink_positions] = True
         if on_mask is not None:
             on_mask(layer, hidden, kept)
         return None if predictor is None else hidden * kept

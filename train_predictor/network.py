@@ -101,10 +101,14 @@ def _keep_constant(gradient: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Predictor:
-    """One layer's predictor as it is stored: fc1 [rank, n_embd], fc2 [n_ff, rank], float16."""
+    """One layer's predictor as it is stored: fc1 [rank, n_embd], fc2 [n_ff, rank], float16.
+
+    What is trained here has the threshold 0; predictors of others may have another.
+    """
 
     fc1: Tensor
     fc2: Tensor
+    threshold: float = 0.0
 
     @classmethod
     def fold(cls, fc1: Tensor, fc2: Tensor, threshold: float) -> Predictor:
@@ -127,7 +131,7 @@ class Predictor:
     def predicts(self, residual: Tensor) -> Tensor:
         """Return which neurons are let through [..., n_ff] for the raw residual stream [..., n_embd]."""
         hidden = relu(residual.float() @ self.fc1.float().mT)
-        return hidden @ self.fc2.float().mT >= 0
+        return hidden @ self.fc2.float().mT >= self.threshold
 
 
 def unit_rms(x: Tensor) -> Tensor:

@@ -43,7 +43,9 @@ def add_flags(parser: argparse.ArgumentParser, schema: type, section: str = "") 
         switch: dict[str, Any] = (
             {"nargs": "?", "const": "true"} if bool in _alternatives(kind) else {}
         )
+        short = field.metadata[SHORT]
         group.add_argument(
+            *([short] if short and not section else []),
             f"--{_flag(field.name, section)}",
             default=argparse.SUPPRESS,
             metavar="|".join(choices) if choices else _kind_name(kind).upper(),

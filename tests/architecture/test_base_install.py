@@ -11,10 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "powerinfer_toolkit"
 BASE_STAGES = ("convert", "runtime", "recipes")
-RELUFY = (
-    PACKAGE / "convert" / "relufy"
-)  # training; only its command line starts without the extra `train`
-RELUFY_BASE = {"__init__.py", "cli.py", "settings.py"}
+# Only their command lines start without the extra `train`.
+TRAINING = (PACKAGE / "convert" / "relufy", PACKAGE / "recipes" / "verify")
+TRAINING_BASE = {"__init__.py", "cli.py", "settings.py", "report.py"}
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 START_UP_SECONDS = 0.3
 
@@ -35,7 +34,11 @@ def base_modules() -> list[str]:
     paths = list(PACKAGE.glob("*.py"))
     for stage in BASE_STAGES:
         paths += (PACKAGE / stage).rglob("*.py")
-    paths = [path for path in paths if RELUFY not in path.parents or path.name in RELUFY_BASE]
+    paths = [
+        path
+        for path in paths
+        if path.name in TRAINING_BASE or not any(folder in path.parents for folder in TRAINING)
+    ]
     names = [path.relative_to(PACKAGE.parent).with_suffix("").parts for path in paths]
     return sorted(".".join(name) for name in names if all(part.isidentifier() for part in name))
 

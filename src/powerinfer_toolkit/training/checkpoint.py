@@ -90,26 +90,10 @@ def load_sparse_model(
     that lies in the directory. Raises PiError for what cannot be loaded, and for a model whose activation
     never gives zeros.
     """
-    transformers.utils.logging.disable_progress_bar()
     local = locate(source)
-    kept = "auto" if device.type == "cuda" else torch.float32
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            local.path, trust_remote_code=trust_remote_code
-        )
-        threshold = _sparse_threshold(config, local.name)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            local.path,
-            config=config,
-            dtype=kept if dtype == "auto" else DTYPES[dtype],
-            trust_remote_code=trust_remote_code,
-        )
-    except (OSError, ValueError, ImportError, SafetensorError) as failure:
-        raise PiError(
-            f"cannot load {local.name}: {failure}",
-            hint="name the directory of a Hugging Face checkpoint; its own code needs trust_remote_code",
-        ) from failure
-    model = model.to(device).eval().requires_grad_(False)
+    config = _read_config(local, trust_remote_code)
+    threshold = _sparse_threshold(config, local.name)
+    model = _load(local, config, device, dtype, trust_remote_code)
     return SparseModel(
         model,
         local,
@@ -117,6 +101,53 @@ def load_sparse_model(
         n_embd=config.hidden_size,
         n_ff=config.intermediate_size,
     )
+
+
+def load_dense_model(
+    source: str, *, device: torch.device, dtype: str = "auto", trust_remote_code: bool = False
+) -> Any:  # noqa: ANN401 - transformers' own
+    """Load the checkpoint `source` with whatever activation it has, as load_sparse_model() does."""
+    local = locate(source)
+    return _load(local, _read_config(local, trust_remote_code), device, dtype, trust_remote_code)
+
+
+@contextlib.contextmanager
+def _readable(local: LocalModel) -> Iterator[None]:
+    """Turn transformers' ways to refuse a checkpoint into PiError."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, SafetensorError) as failure:
+        raise PiError(
+            f"cannot load {local.name}: {failure}",
+            hint="name the directory of a Hugging Face checkpoint; its own code needs trust_remote_code",
+        ) from failure
+
+
+def _read_config(local: LocalModel, trust_remote_code: bool) -> Any:  # noqa: ANN401
+    with _readable(local):
+        return transformers.AutoConfig.from_pretrained(
+            local.path, trust_remote_code=trust_remote_code
+        )
+
+
+def _load(
+    local: LocalModel,
+    config: Any,  # noqa: ANN401 - transformers' own
+    device: torch.device,
+    dtype: str,
+    trust_remote_code: bool,
+) -> Any:  # noqa: ANN401
+    """Return the frozen model on its device."""
+    transformers.utils.logging.disable_progress_bar()
+    kept = "auto" if device.type == "cuda" else torch.float32
+    with _readable(local):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            local.path,
+            config=config,
+            dtype=kept if dtype == "auto" else DTYPES[dtype],
+            trust_remote_code=trust_remote_code,
+        )
+    return model.to(device).eval().requires_grad_(False)
 
 
 def _sparse_threshold(config: Any, name: str) -> float:  # noqa: ANN401 - transformers' own
