@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from powerinfer_toolkit import cli, console
 from powerinfer_toolkit import settings as schema
 from powerinfer_toolkit.convert.relufy.settings import RelufySettings, check
 from powerinfer_toolkit.errors import PiError, UsageError
+from powerinfer_toolkit.training import calm_libraries
 
 SECTION = "relufy"  # of a recipe
 
@@ -60,8 +59,6 @@ def _command(args: argparse.Namespace) -> None:
     if rank:
         console.set_verbosity(console.QUIET)
     try:
-        from transformers.utils import logging as transformers_logging
-
         from powerinfer_toolkit.convert.relufy.run import relufy
     except ImportError as failure:
         raise PiError(
@@ -69,10 +66,9 @@ def _command(args: argparse.Namespace) -> None:
             hint="pip install 'powerinfer-toolkit[train]'",
         ) from failure
     if not args.verbose:
-        warnings.filterwarnings("ignore", module="torch|transformers|accelerate|peft")
-        logging.disable(logging.WARNING)
-        transformers_logging.disable_progress_bar()
+        calm_libraries()
     console.detail(schema.to_yaml(settings))
     folder = relufy(settings, restart=args.restart)
     if not rank:
         print(folder)
+        console.info(f"next: pi-convert {folder} MODEL.gguf")

@@ -67,7 +67,7 @@ class TrainingForward:
         self,
         input_ids: Tensor,
         teacher_hidden: Tensor | None = None,
-        sparsity_weight: float = 0.0,
+        sparsity_weight: float | Tensor = 0.0,
         **_: Any,  # noqa: ANN401 - what adapters pass to any forward
     ) -> dict[str, Tensor]:
         """Return the losses of input_ids [batch, tokens], each token's label being the next one."""
@@ -88,9 +88,8 @@ class TrainingForward:
         if self.probe is None:
             return parts
         reading = self.probe.read()
-        if sparsity_weight:
-            mean = reading.penalty.sum() / (reading.tokens * len(reading.penalty))
-            parts["loss"] = language.total + sparsity_weight * mean
+        mean = reading.penalty.sum() / (reading.tokens * len(reading.penalty))
+        parts["loss"] = language.total + sparsity_weight * mean
         penalty = reading.penalty.detach() / reading.tokens
         active = reading.active.double() / (reading.tokens * reading.neurons)
         return {**parts, "penalty": penalty, "active": active}

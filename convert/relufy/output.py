@@ -90,7 +90,6 @@ class Output:
         for name, found in results.items():
             zeros = f", zeros {found['zero_share']:.2%}" if found["zero_share_by_layer"] else ""
             console.info(f"{name}: held-out perplexity {found['perplexity']:.3f}{zeros}")
-        console.info(f"next: pi-convert {self.folder} MODEL.gguf")
 
     def _manifest(self, source: hub.LocalModel) -> Manifest:
         digest = hashlib.sha256()

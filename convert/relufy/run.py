@@ -14,6 +14,7 @@ from torch import nn
 from powerinfer_toolkit import console, hub
 from powerinfer_toolkit.convert.relufy import checkpoints, mixture, variants
 from powerinfer_toolkit.convert.relufy.evaluate import Evaluation, calibrate_threshold, evaluate
+from powerinfer_toolkit.convert.relufy.graphed import whole_block_attention
 from powerinfer_toolkit.convert.relufy.objective import Teacher, TrainingForward
 from powerinfer_toolkit.convert.relufy.output import Output
 from powerinfer_toolkit.convert.relufy.settings import RelufySettings, Variant
@@ -123,8 +124,21 @@ def _teacher(settings: RelufySettings, dense: Path, *, bf16: bool) -> Teacher | 
     path = hub.locate(named).path if named else dense
     dtype = torch.bfloat16 if bf16 else torch.float32
     config = variants.read_config(path)
-    model = variants.load_model(path, config, dtype, settings.attn_implementation)
+    model = variants.load_model(path, config, dtype, _attention(settings, config))
     return Teacher(model.to(PartialState().device))
+
+
+def _attention(settings: RelufySettings, config: Any) -> str:  # noqa: ANN401
+    """Return the name of the attention. Raises PiError where cuda_graph cannot be."""
+    if not settings.cuda_graph:
+        return settings.attn_implementation
+    state = PartialState()
+    if state.device.type != "cuda" or state.num_processes > 1:
+        raise PiError(
+            f"cuda_graph needs one process on a GPU, not {state.num_processes} on {state.device.type}",
+            hint="set cuda_graph to false",
+        )
+    return whole_block_attention(config, settings.max_length)
 
 
 def _trainer(
@@ -137,13 +151,13 @@ def _trainer(
     bf16: bool,
 ) -> RelufyTrainer:
     dtype = torch.bfloat16 if settings.use_peft and bf16 else torch.float32
-    causal_lm = variants.load_model(source, config, dtype, settings.attn_implementation)
+    causal_lm = variants.load_model(source, config, dtype, _attention(settings, config))
     if settings.activation_threshold is not None:
         variants.set_threshold(causal_lm, settings.activation_threshold)
     model = variants.add_adapters(causal_lm, settings) if settings.use_peft else causal_lm
     if settings.gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    probe = SparsityProbe(causal_lm)
+    probe = SparsityProbe(causal_lm, settings.sparsity_concavity)
     causal_lm.forward = TrainingForward(causal_lm, settings, probe, teacher)
     if settings.torch_compile:
         _compile_layers(causal_lm)
@@ -151,8 +165,15 @@ def _trainer(
             _compile_layers(teacher.model)
     n_steps = data.train.n_steps
     arguments = training_arguments(settings, n_steps, bf16=bf16)
+    steering = steering_for(settings, n_steps)
     trainer = RelufyTrainer(
-        model, arguments, data.train, data.test, steering_for(settings, n_steps), teacher
+        model,
+        arguments,
+        data.train,
+        data.test,
+        steering,
+        teacher,
+        cuda_graph=settings.cuda_graph,
     )
     if trainer.is_fsdp_enabled and settings.use_peft:
         raise PiError(

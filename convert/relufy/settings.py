@@ -71,6 +71,9 @@ class RelufySettings:
     loss_chunk_mib: int = setting(256, "most MiB of logits in float32 at once")
 
     sparsity_target: float | None = setting(None, "zero share to steer to; none: no sparsity term")
+    sparsity_concavity: float = setting(
+        0.0, "0: L1 of the contributions; above: log penalty, milder on large ones"
+    )
     sparsity_schedule: str = setting("adaptive", "steered, or a table", choices=tuple(Schedule))
     sparsity_lambda_init: float = setting(2e-5, "first and least weight of the steered term")
     sparsity_lambda_step: float = setting(1.04, "factor by which steering moves it each step")
@@ -107,6 +110,9 @@ class RelufySettings:
     max_steps: int = setting(-1, "optimiser steps; 0: only convert and calibrate")
     gradient_checkpointing: bool = setting(False, "recompute layers instead of keeping them")
     torch_compile: bool = setting(False, "compile layers and losses")
+    cuda_graph: bool = setting(
+        False, "replay a step as one CUDA graph, for small models on one GPU: several times faster"
+    )
 
     logging_steps: int = setting(10, "steps between log lines")
     eval_steps: int = setting(100, "steps between held-out perplexities; 0: only at the end")
@@ -138,7 +144,8 @@ def check(settings: RelufySettings) -> None:
 
 
 def _check_ranges(settings: RelufySettings) -> None:
-    for key in ("ce_weight", "kl_weight", "perplexity_allowance", "weight_decay", "warmup_ratio"):
+    not_negative = ("ce_weight", "kl_weight", "perplexity_allowance", "weight_decay")
+    for key in (*not_negative, "warmup_ratio", "sparsity_concavity"):
         if getattr(settings, key) < 0:
             raise UsageError(f"{key} is {getattr(settings, key)}, below 0")
     positive = ("max_length", "per_device_train_batch_size", "gradient_accumulation_steps")
@@ -149,6 +156,10 @@ def _check_ranges(settings: RelufySettings) -> None:
         raise UsageError("ce_weight and kl_weight are both 0", hint="nothing would be learnt")
     if not 0 < settings.held_out_share < 1:
         raise UsageError(f"held_out_share is {settings.held_out_share}, not between 0 and 1")
+    if settings.cuda_graph and settings.gradient_accumulation_steps != 1:
+        raise UsageError("cuda_graph goes with gradient_accumulation_steps 1 only")
+    if settings.cuda_graph and settings.attn_implementation != "sdpa":
+        raise UsageError("cuda_graph goes with attn_implementation sdpa only")
     if settings.max_steps < 0 and settings.num_train_epochs <= 0:
         raise UsageError("neither max_steps nor num_train_epochs says how long to train")
 

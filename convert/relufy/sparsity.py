@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -10,13 +12,14 @@ from torch import Tensor, nn
 from powerinfer_toolkit.errors import PiError
 
 ADAPTER = "default"
+SMALLEST_MEAN = 1e-12  # of a token without an active neuron, whose logarithm is wanted
 
 
 class Reading(NamedTuple):
     """Sums over the tokens of one forward pass, an entry a layer.
 
-    `penalty` is the sum of |h_i| * ||down_i|| and differentiable; `active` counts h_i != 0; `tokens` and
-    `neurons` are the numbers behind them.
+    `penalty` is the sum that SparsityProbe describes and differentiable; `active` counts h_i != 0; `tokens`
+    and `neurons` are the numbers behind them.
     """
 
     penalty: Tensor
@@ -41,12 +44,20 @@ class SparsityProbe:
     """Watches the input of every down projection, h = act(gate) * up, [batch, tokens, neurons].
 
     A plain L1 norm of h can be lowered without a single new zero, by scaling up_proj down and down_proj up;
-    weighting |h_i| with the norm of down_proj's column i, held constant in the gradient, closes that way.
+    weighting |h_i| with the norm of down_proj's column i, held constant in the gradient, closes that way:
+    c_i = |h_i| * ||down_i||.
+
+    The penalty of a token is sum c_i at concavity 0. That pulls at large contributions as much as at small
+    ones, though only small ones become zero cheaply, and most of all at those of the attention sink, hundreds
+    of times the usual size. With concavity k it is a soft count of active neurons,
+    sum log(1 + k c_i / a) / log(1 + k), whose slope falls with c_i as the count's does (Candes et al.,
+    arXiv 0711.1612); a is the layer's typical contribution of an active neuron, constant in the gradient.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, concavity: float = 0.0) -> None:
         self.layers: list[nn.Module] = [mlp.get_submodule("down_proj") for mlp in gated_mlps(model)]
-        self._handles = [layer.register_forward_pre_hook(_measure) for layer in self.layers]
+        measure = functools.partial(_measure, concavity=concavity)
+        self._handles = [layer.register_forward_pre_hook(measure) for layer in self.layers]
 
     def read(self) -> Reading:
         """Return what the last forward pass did, and forget it."""
@@ -65,7 +76,7 @@ class SparsityProbe:
             handle.remove()
 
 
-def _measure(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def _measure(layer: nn.Module, inputs: tuple[Tensor, ...], *, concavity: float) -> None:
     """Keep penalty and active neurons a token on the module itself.
 
     On the module, not in a list of layers, so that one compiled graph serves all layers; recomputation
@@ -73,7 +84,21 @@ def _measure(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     """
     (h,) = inputs
     norms = _down_weight(layer).norm(dim=0).to(h.dtype)
-    object.__setattr__(layer, "measured", (h.abs() @ norms, (h != 0).sum(-1)))
+    active = (h != 0).sum(-1)
+    penalty = _soft_count(h.abs() * norms, active, concavity) if concavity else h.abs() @ norms
+    object.__setattr__(layer, "measured", (penalty, active))
+
+
+def _soft_count(contribution: Tensor, active: Tensor, concavity: float) -> Tensor:
+    """Return the log penalty [batch, tokens] of contributions [batch, tokens, neurons].
+
+    The typical contribution is the geometric mean over tokens of each token's mean over active neurons: a
+    few tokens of any size hardly move it.
+    """
+    c = contribution.float()
+    means = c.detach().sum(-1) / active.clamp(min=1)
+    typical = means.clamp(min=SMALLEST_MEAN).log().mean().exp()
+    return torch.log1p(concavity / typical * c).sum(-1) / math.log1p(concavity)
 
 
 def _down_weight(layer: nn.Module) -> Tensor:

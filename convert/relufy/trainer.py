@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import (
 from powerinfer_toolkit import console
 from powerinfer_toolkit.convert.relufy import checkpoints, mixture
 from powerinfer_toolkit.convert.relufy.evaluate import Evaluation, evaluate
+from powerinfer_toolkit.convert.relufy.graphed import GraphedPass
 from powerinfer_toolkit.convert.relufy.meter import Meter, check_gradients
 from powerinfer_toolkit.convert.relufy.objective import Teacher
 from powerinfer_toolkit.convert.relufy.settings import RelufySettings
@@ -74,6 +76,7 @@ class RelufyTrainer(Trainer):
     """Trains `model`, whose forward is a TrainingForward, at one pace with `steering`."""
 
     control: TrainerControl
+    graph: GraphedPass | None
 
     def __init__(
         self,
@@ -83,6 +86,8 @@ class RelufyTrainer(Trainer):
         test_blocks: Blocks,
         steering: Steering,
         teacher: Teacher | None,
+        *,
+        cuda_graph: bool = False,
     ) -> None:
         super().__init__(
             model=model,
@@ -93,6 +98,7 @@ class RelufyTrainer(Trainer):
         )
         self.test_blocks, self.steering, self.teacher = test_blocks, steering, teacher
         self.meter = Meter()
+        self.cuda_graph, self.graph = cuda_graph, None
         self.model_accepts_loss_kwargs = False  # the loss is a mean, to be divided by the passes
         self.remove_callback(PrinterCallback)
         self.add_callback(_EveryStep(self))
@@ -115,14 +121,38 @@ class RelufyTrainer(Trainer):
     ) -> Any:  # noqa: ANN401
         """Return the loss of one batch."""
         ids = inputs["input_ids"]
-        teacher_hidden = self.teacher.hidden(ids) if self.teacher is not None else None
-        parts = model(
-            input_ids=ids,
-            teacher_hidden=teacher_hidden,
-            sparsity_weight=self.steering.weight,
-        )
+        parts = self._losses(model, ids, self.steering.weight)
         self.meter.add(parts, ids.numel())
         return (parts["loss"], parts) if return_outputs else parts["loss"]
+
+    def _losses(
+        self,
+        model: Any,  # noqa: ANN401
+        ids: Tensor,
+        sparsity_weight: float | Tensor,
+    ) -> dict[str, Tensor]:
+        teacher_hidden = self.teacher.hidden(ids) if self.teacher is not None else None
+        parts: dict[str, Tensor] = model(
+            input_ids=ids, teacher_hidden=teacher_hidden, sparsity_weight=sparsity_weight
+        )
+        return parts
+
+    def training_step(
+        self,
+        model: Any,  # noqa: ANN401
+        inputs: dict[str, Any],
+        num_items_in_batch: Any = None,  # noqa: ANN401
+    ) -> Tensor:
+        """Make the gradients of one batch and return its loss."""
+        if not self.cuda_graph:
+            return super().training_step(model, inputs, num_items_in_batch)
+        ids: Tensor = self._prepare_inputs(inputs)["input_ids"]
+        model.train()
+        if self.graph is None:
+            self.graph = GraphedPass(functools.partial(self._losses, model), model, ids)
+        parts = self.graph.run(ids, self.steering.weight)
+        self.meter.add(parts, ids.numel())
+        return parts["loss"].clone()
 
     def measure(self, blocks: Blocks) -> Evaluation:
         """Evaluate the model as it is on blocks [n, max_length]."""
