@@ -6,7 +6,9 @@ Importing this package imports no torch; its modules do.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+import warnings
 
 from powerinfer_toolkit import console
 from powerinfer_toolkit.errors import PiError
@@ -30,3 +32,12 @@ def speaks() -> bool:
         return True
     console.set_verbosity(console.QUIET)
     return False
+
+
+def calm_libraries() -> None:
+    """Leave talking to the commands: no warnings, log lines and progress bars of torch and transformers."""
+    from transformers.utils import logging as transformers_logging
+
+    warnings.filterwarnings("ignore", module="torch|transformers|accelerate|peft")
+    logging.disable(logging.WARNING)
+    transformers_logging.disable_progress_bar()

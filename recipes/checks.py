@@ -1,0 +1,108 @@
+"""What can be known of a recipe without weights, network or torch: settings, contradictions, texts that exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from powerinfer_toolkit.convert.relufy import settings as relufy
+from powerinfer_toolkit.errors import UsageError
+from powerinfer_toolkit.recipes.recipe import OUTPUT_DIR, Recipe
+from powerinfer_toolkit.training.sources import DataSource
+
+NEEDS = {
+    "profile": "relufy",
+    "train_predictor": "profile",
+    "convert": "profile",
+    "verify": "convert",
+}
+# Texts have to be split alike in all stages: else one trains on what another measures on.
+SPLIT_KEYS = ("eval_mixture", "held_out_share", "separator_token")
+LATER_STAGES = ("profile", "train_predictor", "verify")
+UPSTREAM_OUTTYPES = ("f16", "q4_0")  # whose sparse FFN upstream computes rightly
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse settings that are wrong in themselves or contradict each other. Raises UsageError."""
+    found = recipe.settings
+    if "relufy" not in found:
+        raise UsageError(f"{recipe.name} has no section relufy", hint="a recipe begins with it")
+    for stage, needed in NEEDS.items():
+        if stage in found and needed not in found:
+            raise UsageError(f"{recipe.name}: {stage} needs the section {needed}")
+    relufy.check(dataclasses.replace(found["relufy"], output_dir=OUTPUT_DIR))
+    _check_variant(found)
+    _check_split(found)
+
+
+def _check_variant(found: dict[str, Any]) -> None:
+    variant = found["relufy"].variant
+    if variant == relufy.Variant.DENSE and len(found) > 1:
+        raise UsageError(
+            "relufy.variant is dense: no neuron of it is ever off",
+            hint="a control needs no recipe: pi-relufy RECIPE.yaml --variant dense",
+        )
+    convert = found.get("convert")
+    if variant == relufy.Variant.DRELU:
+        for stage in ("profile", "train_predictor"):
+            if stage in found and not found[stage].trust_remote_code:
+                raise UsageError(
+                    f"{stage}.trust_remote_code is false, but dReLU has its code in the checkpoint"
+                )
+        if convert is not None:
+            raise UsageError(
+                "there is no file format for dReLU yet", hint="leave out convert and verify"
+            )
+    if convert is None or convert.dialect != "upstream":
+        return
+    if variant == relufy.Variant.FATRELU:
+        raise UsageError("PowerInfer knows no threshold of fatrelu", hint="dialect: extended")
+    if convert.outtype not in UPSTREAM_OUTTYPES:
+        raise UsageError(
+            f"PowerInfer computes {convert.outtype} wrongly",
+            hint=f"outtype {' or '.join(UPSTREAM_OUTTYPES)}, or dialect: extended",
+        )
+
+
+def _check_split(found: dict[str, Any]) -> None:
+    first = found["relufy"]
+    for stage in LATER_STAGES:
+        if stage not in found or getattr(found[stage], "file", None):
+            continue
+        for key in SPLIT_KEYS:
+            ours, theirs = getattr(found[stage], key), getattr(first, key)
+            unused = key == "held_out_share" and first.eval_mixture
+            if ours != theirs and not unused:
+                raise UsageError(
+                    f"{stage}.{key} is {_plain(ours)}, relufy.{key} is {_plain(theirs)}",
+                    hint="a document that one holds out, the other would train on",
+                )
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - a setting
+    return [source.name for source in value] if isinstance(value, list) else value
+
+
+def sources(settings: Any) -> Iterator[DataSource]:  # noqa: ANN401 - of any stage
+    """Yield the sources of text that a stage names."""
+    for key in ("dataset_mixture", "eval_mixture"):
+        yield from getattr(settings, key, [])
+    if getattr(settings, "file", None):
+        yield DataSource(path=settings.file)
+
+
+def missing_texts(settings: dict[str, Any]) -> list[str]:
+    """Return the local texts that are not there; those that the run itself makes do not count."""
+    named = {source.path for values in settings.values() for source in sources(values)}
+    paths = sorted(path for path in named if path and OUTPUT_DIR not in path)
+    return [path for path in paths if not glob.glob(path, recursive=True)]
+
+
+def missing_model(settings: dict[str, Any]) -> str:
+    """Return the model if it is named by a path where nothing lies; "" if it is there, or is one of the hub."""
+    model = str(settings["relufy"].model_name_or_path)
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    return model if is_path and OUTPUT_DIR not in model and not Path(model).is_dir() else ""
