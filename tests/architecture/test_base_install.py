@@ -11,13 +11,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "powerinfer_toolkit"
 BASE_STAGES = ("convert", "runtime", "recipes")
-# Only their command lines start without the extra `train`.
-TRAINING = (PACKAGE / "convert" / "relufy", PACKAGE / "recipes" / "verify")
-TRAINING_BASE = {"__init__.py", "cli.py", "settings.py", "report.py"}
+# What the extras `train` and `eval` are for; only the command lines start without them.
+EXTRAS = tuple(PACKAGE / name for name in ("convert/relufy", "recipes/verify", "recipes/evaluate"))
+EXTRAS_BASE = {"__init__.py", "__main__.py", "cli.py", "settings.py", "report.py"}
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 START_UP_SECONDS = 0.3
 
-REFUSED = ("torch", "transformers", "datasets", "peft", "accelerate", "sentencepiece")
+REFUSED = ("torch", "transformers", "datasets", "peft", "accelerate", "sentencepiece", "lm_eval")
 REFUSE = f"""
 import sys
 REFUSED = {REFUSED}
@@ -37,7 +37,7 @@ def base_modules() -> list[str]:
     paths = [
         path
         for path in paths
-        if path.name in TRAINING_BASE or not any(folder in path.parents for folder in TRAINING)
+        if path.name in EXTRAS_BASE or not any(folder in path.parents for folder in EXTRAS)
     ]
     names = [path.relative_to(PACKAGE.parent).with_suffix("").parts for path in paths]
     return sorted(".".join(name) for name in names if all(part.isidentifier() for part in name))

@@ -1,0 +1,1 @@
+"""Model files in EleutherAI's lm-evaluation-harness: the model `powerinfer` of lm_eval."""
