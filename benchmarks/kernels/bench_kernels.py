@@ -26,6 +26,11 @@ from powerinfer_toolkit.runtime.native_lib import FloatPtr, Int32Ptr, pointer
 
 FLOAT_TYPES = (Type.F32, Type.F16, Type.BF16)
 QUANTISED_TYPES = (Type.Q8_0, Type.Q4_0, Type.Q4_1)
+# Their vector code is that of int8 activations; in floats they are unpacked block by block.
+UNPACKED_TYPES = (
+    *(Type.Q5_0, Type.Q5_1, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K),
+    *(Type.IQ4_NL, Type.MXFP4),
+)
 SIZES = {"memory": 256 << 20, "L2": 384 << 10}
 N_COLS = 2048
 ACTIVE_SHARE = 0.25  # of the rows, where only some are read
@@ -72,8 +77,14 @@ class Matrix:
     @classmethod
     def random(cls, kind: Type, n_bytes: int) -> Matrix:
         rng = np.random.default_rng(0)
-        sample = rng.standard_normal((64, N_COLS)).astype(np.float32)
-        rows = np.ascontiguousarray(gguf.quants.quantize(sample, kind)).view(np.uint8)
+        if (
+            kind in UNPACKED_TYPES
+        ):  # gguf-py cannot write all of them; no byte makes a scale infinite
+            n_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+            rows = rng.integers(0, 0x40, (64, N_COLS // n_elements * block_bytes), dtype=np.uint8)
+        else:
+            sample = rng.standard_normal((64, N_COLS)).astype(np.float32)
+            rows = np.ascontiguousarray(gguf.quants.quantize(sample, kind)).view(np.uint8)
         n_rows = max(n_bytes // rows.shape[1], 1)
         data = np.resize(rows, (n_rows, rows.shape[1]))
         return cls(kind, data, np.flatnonzero(rng.random(n_rows) < ACTIVE_SHARE).astype(np.int32))
@@ -118,13 +129,13 @@ def row_figures(lab: Lab, kernel: str, matrix: Matrix) -> list[str]:
     return [*figures, *(dot_rate(lab, matrix, Type.Q8_0, index) for index in choices)]
 
 
-def row_table(labs: list[Lab], kernel: str) -> Iterator[str]:
+def row_table(labs: list[Lab], kernel: str, kinds: list[Type]) -> Iterator[str]:
     some = f"{ACTIVE_SHARE:.0%} of the rows"
     columns = ["all rows", some]
     if kernel == "dot":
         columns = ["float x, all rows", some, "int8 x, all rows", some]
     yield from header(f"{kernel}, GB/s of weights", ["type", "isa", "matrix in", *columns])
-    for kind in (*FLOAT_TYPES, *QUANTISED_TYPES):
+    for kind in kinds:
         for place, n_bytes in SIZES.items():
             matrix = Matrix.random(kind, n_bytes)
             for lab in labs:
@@ -197,13 +208,16 @@ def main() -> None:
     usable = [name for name, works in native_lib.instruction_sets() if works]
     parser.add_argument("--isa", nargs="+", default=usable, choices=usable)
     parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS)
+    names = [kind.name for kind in (*FLOAT_TYPES, *QUANTISED_TYPES, *UNPACKED_TYPES)]
+    parser.add_argument("--types", nargs="+", default=names, choices=names)
     parser.add_argument("--seconds", type=float, default=0.2, help="for each figure")
     options = parser.parse_args()
     labs = [Lab(isa, options.seconds) for isa in options.isa]
     print(f"Plain read of memory: {plain_read(1):.1f} GB/s")
     for kernel in options.kernels:
         tables = {"gemm": gemm_table, "attention": attention_table}
-        table = tables[kernel](labs) if kernel in tables else row_table(labs, kernel)
+        kinds = [Type[name] for name in options.types]
+        table = tables[kernel](labs) if kernel in tables else row_table(labs, kernel, kinds)
         for text in table:
             print(text, flush=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parity.native_kernels import usable_sets
+from parity.native_kernels import BLOCK, usable_sets
 
 U = 2.0**-24
 
@@ -28,3 +28,11 @@ def assert_within(got: np.ndarray, want: np.ndarray, bound: np.ndarray) -> None:
     assert np.isfinite(got).all()
     worst = np.max(np.abs(got - want) / np.maximum(bound, np.finfo(np.float32).tiny))
     assert worst <= 1, f"error is {worst:.3g} times the bound"
+
+
+def quantise_activations(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x as int8 blocks [n_blocks, 32] and their scales, in float32 steps as kernels.h says."""
+    blocks = x.reshape(-1, BLOCK)
+    d = np.abs(blocks).max(axis=1) / np.float32(127)
+    inverse = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d > 0)
+    return np.rint(blocks * inverse[:, None]).astype(np.int64), d

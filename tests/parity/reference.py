@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from parity.gguf_file import Array, GgufFile
 
-QUANTISED = ("Q4_0", "Q4_1", "Q8_0")
+# Types that the engine multiplies with int8 activations.
+QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")
+QUANTISED += ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 INT8_BLOCK = 32
 
 

@@ -8,8 +8,16 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from parity import native_kernels as kernels
-from parity.kernel_checks import U, assert_bits_equal, assert_within, every_isa, normal
-from parity.native_kernels import BLOCK, FLOAT_TYPES, QUANTISED_TYPES
+from parity.kernel_checks import (
+    BLOCK,
+    U,
+    assert_bits_equal,
+    assert_within,
+    every_isa,
+    normal,
+    quantise_activations,
+)
+from parity.native_kernels import FLOAT_TYPES, QUANTISED_TYPES
 
 TYPES = (*FLOAT_TYPES, *QUANTISED_TYPES)
 
@@ -79,14 +87,6 @@ def test_dot_f32(isa: str, kind: Type) -> None:
         x = normal(n)
         got = kernels.dot_rows(isa, kind, data, x)
         assert_within(got, w @ x, (n + 2) * U * (np.abs(w) @ np.abs(x)))
-
-
-def quantise_activations(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x as int8 blocks [n_blocks, 32] and their scales, in float32 steps as kernels.h says."""
-    blocks = x.reshape(-1, BLOCK)
-    d = np.abs(blocks).max(axis=1) / np.float32(127)
-    inverse = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d > 0)
-    return np.rint(blocks * inverse[:, None]).astype(np.int64), d
 
 
 def split_blocks(data: np.ndarray, kind: Type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

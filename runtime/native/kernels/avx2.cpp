@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 #include <math.h>
+#include <stddef.h>
 
 namespace {
 
@@ -214,8 +215,16 @@ inline float vlargest_magnitude(const vfloat x[block_vectors]) {
     return _mm_cvtss_f32(_mm_castsi128_ps(four));
 }
 
-// q [32] = x * factor rounded to the nearest even; returns their sum.
-inline int32_t vstore_i8(const vfloat x[block_vectors], float factor, int8_t *q) {
+// Of two vectors of eight int16 pairs that fit.
+inline int32_t sum_i16(__m256i x) {
+    const __m256i pairs = _mm256_madd_epi16(x, _mm256_set1_epi16(1));
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    four = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 1)));
+}
+
+// q [32] = x * factor rounded to the nearest even; sums [2] those of its halves.
+inline void vstore_i8(const vfloat x[block_vectors], float factor, int8_t *q, int32_t sums[2]) {
     __m256i whole[block_vectors];
     for (int64_t j = 0; j < block_vectors; ++j)
         whole[j] = _mm256_cvtps_epi32(vmul(x[j], vset(factor)));
@@ -224,15 +233,18 @@ inline int32_t vstore_i8(const vfloat x[block_vectors], float factor, int8_t *q)
     const __m256i mixed = _mm256_packs_epi16(ab, cd); // a0 b0 c0 d0 a1 b1 c1 d1, four bytes each
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(q), _mm256_permutevar8x32_epi32(mixed, order));
-    const __m256i pairs = _mm256_madd_epi16(_mm256_add_epi16(ab, cd), _mm256_set1_epi16(1));
-    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-    four = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
-    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 1)));
+    sums[0] = sum_i16(ab);
+    sums[1] = sum_i16(cd);
 }
 
 // Rows a and b, rows c and d: four partial sums each.
 struct vdots {
     __m256 ab, cd;
+};
+
+// Sixteen bytes of each row.
+struct vbytes {
+    __m256i ab, cd;
 };
 
 inline __m256i two_lanes(const void *low, const void *high) {
@@ -243,35 +255,80 @@ inline __m256i both_lanes(const void *p) {
     return _mm256_broadcastsi128_si256(load_16_bytes(p));
 }
 
-// [8] int32: u at most 15 lets four products add up in int16.
-inline __m256i dot_nibble_pair(const uint8_t *a, const uint8_t *b, __m256i x_low, __m256i x_high) {
-    const __m256i packed = two_lanes(a, b), mask = _mm256_set1_epi8(15);
-    const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(packed, mask), x_low);
-    const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(packed, 4), mask), x_high);
-    return _mm256_madd_epi16(_mm256_add_epi16(low, high), _mm256_set1_epi16(1));
+inline vbytes load_bytes(const void *const rows[4], int64_t offset) {
+    return {
+        two_lanes(static_cast<const char *>(rows[0]) + offset, static_cast<const char *>(rows[1]) + offset),
+        two_lanes(static_cast<const char *>(rows[2]) + offset, static_cast<const char *>(rows[3]) + offset)};
+}
+inline vbytes bytes_and(vbytes a, uint8_t mask) {
+    const __m256i m = _mm256_set1_epi8(static_cast<char>(mask));
+    return {_mm256_and_si256(a.ab, m), _mm256_and_si256(a.cd, m)};
+}
+inline vbytes bytes_or(vbytes a, vbytes b) {
+    return {_mm256_or_si256(a.ab, b.ab), _mm256_or_si256(a.cd, b.cd)};
+}
+template <int n> // of the bits of 16 bit words: a neighbour's bits come in
+inline vbytes shift_right(vbytes a) {
+    return {_mm256_srli_epi16(a.ab, n), _mm256_srli_epi16(a.cd, n)};
+}
+template <int n>
+inline vbytes shift_left(vbytes a) {
+    return {_mm256_slli_epi16(a.ab, n), _mm256_slli_epi16(a.cd, n)};
+}
+inline vbytes look_up_bytes(const int8_t table[16], vbytes index) {
+    const __m256i t = both_lanes(table);
+    return {_mm256_shuffle_epi8(t, index.ab), _mm256_shuffle_epi8(t, index.cd)};
 }
 
-inline vdots dot_nibbles(const uint8_t *const qs[4], const int8_t *x) {
-    const __m256i low = both_lanes(x), high = both_lanes(x + 16);
-    return {_mm256_cvtepi32_ps(dot_nibble_pair(qs[0], qs[1], low, high)),
-            _mm256_cvtepi32_ps(dot_nibble_pair(qs[2], qs[3], low, high))};
+// Byte j: `value` where bit j of the row's word [4 rows] (its low or its high half) is set, else 0.
+template <int half>
+inline vbytes bytes_of_bits(__m128i words, uint8_t value) {
+    constexpr char i = 2 * half, j = i + 1;
+    const __m256i both = _mm256_broadcastsi128_si256(words);
+    const __m256i to_ab =
+        _mm256_setr_epi8(i, i, i, i, i, i, i, i, j, j, j, j, j, j, j, j, i + 4, i + 4, i + 4, i + 4, i + 4,
+                         i + 4, i + 4, i + 4, j + 4, j + 4, j + 4, j + 4, j + 4, j + 4, j + 4, j + 4);
+    const __m256i to_cd = _mm256_add_epi8(to_ab, _mm256_set1_epi8(8));
+    const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201u));
+    const __m256i ab = _mm256_and_si256(_mm256_shuffle_epi8(both, to_ab), bit);
+    const __m256i cd = _mm256_and_si256(_mm256_shuffle_epi8(both, to_cd), bit);
+    return bytes_and({_mm256_cmpeq_epi8(ab, bit), _mm256_cmpeq_epi8(cd, bit)}, value);
+}
+
+// [8] int32
+inline __m256i dot_unsigned_words(__m256i w, __m256i x) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
+}
+
+inline vdots dot_unsigned(vbytes w, const int8_t *x) {
+    const __m256i first = both_lanes(x);
+    return {_mm256_cvtepi32_ps(dot_unsigned_words(w.ab, first)),
+            _mm256_cvtepi32_ps(dot_unsigned_words(w.cd, first))};
+}
+
+// [8] int32: w at most 63 lets four products add up in int16.
+inline __m256i dot_unsigned_pair(__m256i w, __m256i v, __m256i x, __m256i y) {
+    const __m256i products = _mm256_add_epi16(_mm256_maddubs_epi16(w, x), _mm256_maddubs_epi16(v, y));
+    return _mm256_madd_epi16(products, _mm256_set1_epi16(1));
+}
+
+inline vdots dot_unsigned(vbytes w, vbytes v, const int8_t *x) {
+    const __m256i first = both_lanes(x), second = both_lanes(x + 16);
+    return {_mm256_cvtepi32_ps(dot_unsigned_pair(w.ab, v.ab, first, second)),
+            _mm256_cvtepi32_ps(dot_unsigned_pair(w.cd, v.cd, first, second))};
 }
 
 // [8] int32. The sign of w moves over to x, so that |w| is the unsigned factor; 128 * 127 * 2 fits int16.
-inline __m256i dot_signed(__m256i w, __m256i x) {
+inline __m256i dot_signed_words(__m256i w, __m256i x) {
     const __m256i products = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
     return _mm256_madd_epi16(products, _mm256_set1_epi16(1));
 }
 
-inline __m256i dot_i8_pair(const int8_t *a, const int8_t *b, __m256i x_low, __m256i x_high) {
-    return _mm256_add_epi32(dot_signed(two_lanes(a, b), x_low),
-                            dot_signed(two_lanes(a + 16, b + 16), x_high));
-}
-
-inline vdots dot_i8(const int8_t *const qs[4], const int8_t *x) {
-    const __m256i low = both_lanes(x), high = both_lanes(x + 16);
-    return {_mm256_cvtepi32_ps(dot_i8_pair(qs[0], qs[1], low, high)),
-            _mm256_cvtepi32_ps(dot_i8_pair(qs[2], qs[3], low, high))};
+inline vdots dot_signed(vbytes w, vbytes v, const int8_t *x) {
+    const __m256i first = both_lanes(x), second = both_lanes(x + 16);
+    const __m256i ab = _mm256_add_epi32(dot_signed_words(w.ab, first), dot_signed_words(v.ab, second));
+    const __m256i cd = _mm256_add_epi32(dot_signed_words(w.cd, first), dot_signed_words(v.cd, second));
+    return {_mm256_cvtepi32_ps(ab), _mm256_cvtepi32_ps(cd)};
 }
 
 inline vdots zero_dots() {

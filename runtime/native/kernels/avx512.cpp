@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 #include <math.h>
+#include <stddef.h>
 
 namespace {
 
@@ -195,34 +196,74 @@ inline float vlargest_magnitude(const vfloat x[block_vectors]) {
     return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(largest)));
 }
 
-// q [32] = x * factor rounded to the nearest even; returns their sum.
-inline int32_t vstore_i8(const vfloat x[block_vectors], float factor, int8_t *q) {
+// q [32] = x * factor rounded to the nearest even; sums [2] those of its halves.
+inline void vstore_i8(const vfloat x[block_vectors], float factor, int8_t *q, int32_t sums[2]) {
     const __m512i a = _mm512_cvtps_epi32(vmul(x[0], vset(factor)));
     const __m512i b = _mm512_cvtps_epi32(vmul(x[1], vset(factor)));
     _mm_storeu_si128(reinterpret_cast<__m128i *>(q), _mm512_cvtsepi32_epi8(a));
     _mm_storeu_si128(reinterpret_cast<__m128i *>(q + lanes), _mm512_cvtsepi32_epi8(b));
-    return _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+    sums[0] = _mm512_reduce_add_epi32(a);
+    sums[1] = _mm512_reduce_add_epi32(b);
 }
 
 // Rows a, b, c, d: four partial sums each.
 using vdots = __m512;
 
-inline __m512i four_lanes(const void *a, const void *b, const void *c, const void *d) {
-    __m512i rows = _mm512_castsi128_si512(load_16_bytes(a));
-    rows = _mm512_mask_broadcast_i32x4(rows, 0x00f0, load_16_bytes(b));
-    rows = _mm512_mask_broadcast_i32x4(rows, 0x0f00, load_16_bytes(c));
-    return _mm512_mask_broadcast_i32x4(rows, 0xf000, load_16_bytes(d));
+// Sixteen bytes of each row.
+using vbytes = __m512i;
+
+inline vbytes load_bytes(const void *const rows[4], int64_t offset) {
+    __m512i all = _mm512_castsi128_si512(load_16_bytes(static_cast<const char *>(rows[0]) + offset));
+    all =
+        _mm512_mask_broadcast_i32x4(all, 0x00f0, load_16_bytes(static_cast<const char *>(rows[1]) + offset));
+    all =
+        _mm512_mask_broadcast_i32x4(all, 0x0f00, load_16_bytes(static_cast<const char *>(rows[2]) + offset));
+    return _mm512_mask_broadcast_i32x4(all, 0xf000,
+                                       load_16_bytes(static_cast<const char *>(rows[3]) + offset));
+}
+inline vbytes bytes_and(vbytes a, uint8_t mask) {
+    return _mm512_and_si512(a, _mm512_set1_epi8(static_cast<char>(mask)));
+}
+inline vbytes bytes_or(vbytes a, vbytes b) {
+    return _mm512_or_si512(a, b);
+}
+template <int n> // of the bits of 16 bit words: a neighbour's bits come in
+inline vbytes shift_right(vbytes a) {
+    return _mm512_srli_epi16(a, n);
+}
+template <int n>
+inline vbytes shift_left(vbytes a) {
+    return _mm512_slli_epi16(a, n);
 }
 
 inline __m512i all_lanes(const void *p) {
     return _mm512_broadcast_i32x4(load_16_bytes(p));
 }
 
-inline vdots dot_nibbles(const uint8_t *const qs[4], const int8_t *x) {
-    const __m512i packed = four_lanes(qs[0], qs[1], qs[2], qs[3]), mask = _mm512_set1_epi8(15);
-    __m512i sums = _mm512_setzero_si512();
-    sums = _mm512_dpbusd_epi32(sums, _mm512_and_si512(packed, mask), all_lanes(x));
-    sums = _mm512_dpbusd_epi32(sums, _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask), all_lanes(x + 16));
+inline vbytes look_up_bytes(const int8_t table[16], vbytes index) {
+    return _mm512_shuffle_epi8(all_lanes(table), index);
+}
+
+// Byte j: `value` where bit j of the row's word [4 rows] (its low or its high half) is set, else 0.
+template <int half>
+inline vbytes bytes_of_bits(__m128i words, uint8_t value) {
+    constexpr int64_t i = 0x0101010101010101 * (2 * half), j = 0x0101010101010101 * (2 * half + 1);
+    constexpr int64_t row = 0x0404040404040404;
+    const __m512i order =
+        _mm512_setr_epi64(i, j, i + row, j + row, i + 2 * row, j + 2 * row, i + 3 * row, j + 3 * row);
+    const __m512i spread = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(words), order);
+    const __m512i bit = _mm512_set1_epi64(static_cast<int64_t>(0x8040201008040201u));
+    return _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(spread, bit),
+                                 _mm512_set1_epi8(static_cast<char>(value)));
+}
+
+inline vdots dot_unsigned(vbytes w, const int8_t *x) {
+    return _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), w, all_lanes(x)));
+}
+
+inline vdots dot_unsigned(vbytes w, vbytes v, const int8_t *x) {
+    __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, all_lanes(x));
+    sums = _mm512_dpbusd_epi32(sums, v, all_lanes(x + 16));
     return _mm512_cvtepi32_ps(sums);
 }
 
@@ -232,12 +273,9 @@ inline __m512i add_dot_signed(__m512i sums, __m512i w, __m512i x) {
     return _mm512_dpbusd_epi32(sums, _mm512_abs_epi8(w), signed_x);
 }
 
-inline vdots dot_i8(const int8_t *const qs[4], const int8_t *x) {
-    __m512i sums = _mm512_setzero_si512();
-    sums = add_dot_signed(sums, four_lanes(qs[0], qs[1], qs[2], qs[3]), all_lanes(x));
-    sums =
-        add_dot_signed(sums, four_lanes(qs[0] + 16, qs[1] + 16, qs[2] + 16, qs[3] + 16), all_lanes(x + 16));
-    return _mm512_cvtepi32_ps(sums);
+inline vdots dot_signed(vbytes w, vbytes v, const int8_t *x) {
+    const __m512i sums = add_dot_signed(_mm512_setzero_si512(), w, all_lanes(x));
+    return _mm512_cvtepi32_ps(add_dot_signed(sums, v, all_lanes(x + 16)));
 }
 
 inline vdots zero_dots() {

@@ -44,11 +44,14 @@ typedef struct pi_rows {
     int64_t n_rows;
 } pi_rows;
 
-/* A float vector as int8 blocks of 32: x[32 b + j] = d[b] * q[32 b + j]; s[b] = d[b] * sum of its q. */
+/* A float vector as int8 blocks of 32: x[32 b + j] = d[b] * q[32 b + j]; s[b] = d[b] * sum of its q. Types
+ * whose scale or minimum changes every 16 elements need the sums of halves: h[2 b + i] = d[b] * sum of the q
+ * of half i. */
 typedef struct pi_q8_vector {
     int8_t *q;
     float *d;
     float *s;
+    float *h;
 } pi_q8_vector;
 
 typedef struct pi_type_kernels {

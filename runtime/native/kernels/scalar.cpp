@@ -141,15 +141,17 @@ void quantize_q8(const float *x, int64_t n, const pi_q8_vector *out) {
     for (int64_t b = 0; b < n / PI_QK; ++b) {
         const float d = largest_magnitude(x + b * PI_QK, PI_QK) / 127;
         const float inverse = d >= 0x1p-126f && d < INFINITY ? 1 / d : 0; // 1/d of a subnormal may overflow
-        int sum = 0;
+        int sums[2] = {0, 0};
         for (int64_t j = 0; j < PI_QK; ++j) {
             const float scaled = inverse == 0 ? 0 : x[b * PI_QK + j] * inverse;
             const float rounded = (scaled + 0x1.8p23f) - 0x1.8p23f; // to nearest even
             out->q[b * PI_QK + j] = static_cast<int8_t>(rounded);
-            sum += out->q[b * PI_QK + j];
+            sums[j / (PI_QK / 2)] += out->q[b * PI_QK + j];
         }
         out->d[b] = d;
-        out->s[b] = d * static_cast<float>(sum);
+        out->s[b] = d * static_cast<float>(sums[0] + sums[1]);
+        for (int half = 0; half < 2; ++half)
+            out->h[2 * b + half] = d * static_cast<float>(sums[half]);
     }
 }
 
@@ -297,6 +299,26 @@ float vsum(vfloat x) {
 
 namespace {
 
+// The reference for types that are unpacked: their values times d * q.
+template <typename Block>
+void unpacked_dot_q8(const pi_rows *w, const pi_q8_vector *x, float *out) {
+    constexpr int64_t size = block_elements<Block>;
+    float values[size];
+    for (int64_t r = 0; r < w->n_rows; ++r) {
+        const Block *blocks = blocks_of<Block>(w, r);
+        float sum = 0;
+        for (int64_t i = 0; i < w->n_cols; ++i) {
+            if (i % size == 0)
+                unpack(blocks[i / size], values);
+            sum += values[i % size] * (x->d[i / PI_QK] * static_cast<float>(x->q[i]));
+        }
+        out[r] = sum;
+    }
+}
+
+template <typename Block>
+constexpr pi_type_kernels int8_type = unpacked_type<Block>(unpacked_dot_q8<Block>);
+
 template <typename Type>
 constexpr pi_type_kernels float_type{dequantize<Type>, dot_f32<Type>, nullptr, axpy<Type>};
 template <typename Type>
@@ -308,10 +330,10 @@ const pi_kernels pi_kernels_scalar = {
     .name = "scalar",
     .usable = usable,
     .type = {float_type<F32>, float_type<F16>, float_type<BF16>, block_type<Q8_0>, block_type<Q4_0>,
-             block_type<Q4_1>, unpacked_type<pi_block_q5_0>, unpacked_type<pi_block_q5_1>,
-             unpacked_type<pi_block_q2_k>, unpacked_type<pi_block_q3_k>, unpacked_type<pi_block_q4_k>,
-             unpacked_type<pi_block_q5_k>, unpacked_type<pi_block_q6_k>, unpacked_type<pi_block_iq4_nl>,
-             unpacked_type<pi_block_mxfp4>, unpacked_type<pi_block_nvfp4>},
+             block_type<Q4_1>, int8_type<pi_block_q5_0>, int8_type<pi_block_q5_1>, int8_type<pi_block_q2_k>,
+             int8_type<pi_block_q3_k>, int8_type<pi_block_q4_k>, int8_type<pi_block_q5_k>,
+             int8_type<pi_block_q6_k>, int8_type<pi_block_iq4_nl>, int8_type<pi_block_mxfp4>,
+             unpacked_type<pi_block_nvfp4>(nullptr)},
     .quantize_q8 = quantize_q8,
     .rms_norm = rms_norm,
     .gated_silu = gated_silu,

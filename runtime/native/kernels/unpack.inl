@@ -48,10 +48,13 @@ inline void unpack(const pi_block_iq4_nl &block, float *out) {
     unpack_table(block.qs, PI_QK / 2, float_of_half(block.d), iq4_nl_values, out);
 }
 
-// Half of 2^(e - 127), since the table holds doubled values; the two smallest are subnormal.
+// Half of 2^(e - 127), since the table holds doubled values; 2^-127 is subnormal.
+inline float half_of_e8m0(uint8_t e) {
+    return 0.5f * float_of_bits(static_cast<uint32_t>(e) << 23 | static_cast<uint32_t>(e == 0) << 22);
+}
+
 inline void unpack(const pi_block_mxfp4 &block, float *out) {
-    const uint32_t bits = block.e < 2 ? 0x00200000u << block.e : static_cast<uint32_t>(block.e - 1) << 23;
-    unpack_table(block.qs, PI_QK / 2, float_of_bits(bits), e2m1_doubled, out);
+    unpack_table(block.qs, PI_QK / 2, half_of_e8m0(block.e), e2m1_doubled, out);
 }
 
 // Half of an unsigned E4M3 (bias 7); 0x7f is its NaN and counts as 0.

@@ -36,14 +36,14 @@ pi_rows rows_of(const TypeInfo &type, const void *matrix, const int32_t *index, 
 // Owns what a pi_q8_vector points to.
 struct QuantisedVector {
     QuantisedVector(const pi_kernels &kernels, const float *x, int64_t n)
-        : q(static_cast<size_t>(n)), d(static_cast<size_t>(n / PI_QK)), s(d.size()) {
+        : q(static_cast<size_t>(n)), d(static_cast<size_t>(n / PI_QK)), s(d.size()), h(2 * d.size()) {
         const pi_q8_vector out = view();
         kernels.quantize_q8(x, n, &out);
     }
-    pi_q8_vector view() { return {q.data(), d.data(), s.data()}; }
+    pi_q8_vector view() { return {q.data(), d.data(), s.data(), h.data()}; }
 
     std::vector<int8_t> q;
-    std::vector<float> d, s;
+    std::vector<float> d, s, h;
 };
 
 void dot_rows(const pi_kernels &kernels, const TypeInfo &type, uint32_t activation_type, const pi_rows &w,

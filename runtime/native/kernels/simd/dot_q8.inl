@@ -33,7 +33,7 @@ inline void dot_q8_group(const char *const *rows, Lookahead ahead, const pi_q8_v
 
 template <typename Type>
 void dot_q8(const pi_rows *w, const pi_q8_vector *x, float *out) {
-    for_each_group<Type>(w, out, [&](const char *const *rows, Lookahead ahead, float *sums) {
+    for_each_group<Type>(w, PI_QK, out, [&](const char *const *rows, Lookahead ahead, float *sums) {
         dot_q8_group<Type>(rows, ahead, x, w->n_cols / PI_QK, sums);
     });
 }

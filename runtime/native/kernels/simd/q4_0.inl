@@ -9,8 +9,6 @@ struct Q4_0 {
     static constexpr bool any_length = false;
     static constexpr int64_t block_bytes = sizeof(Block);
 
-    static const uint8_t *quants(const void *block) { return static_cast<const Block *>(block)->qs; }
-
     static void unpack(const void *block, vfloat out[block_vectors]) {
         const Block &w = *static_cast<const Block *>(block);
         unpack_nibbles_centred(w.qs, vset_half(w.d), out);
@@ -19,12 +17,11 @@ struct Q4_0 {
     // sum of d_w * (q_w - 8) * d_x * q_x = d_w * d_x * (w . x) - 8 * d_w * s_x
     static constexpr bool shifted = true;
     static vdots dot(const void *const blocks[4], const int8_t *x) {
-        const uint8_t *const qs[] = {quants(blocks[0]), quants(blocks[1]), quants(blocks[2]),
-                                     quants(blocks[3])};
-        return dot_nibbles(qs, x);
+        const vbytes packed = load_bytes(blocks, offsetof(Block, qs));
+        return dot_unsigned(low_nibbles(packed), high_nibbles(packed), x);
     }
     static void scales(const void *const blocks[4], vrows *d, vrows *shift) {
-        *d = load_halves(blocks);
+        *d = load_halves(blocks, offsetof(Block, d));
         *shift = rows_mul(*d, rows_set(-8));
     }
 };

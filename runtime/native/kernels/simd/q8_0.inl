@@ -9,8 +9,6 @@ struct Q8_0 {
     static constexpr bool any_length = false;
     static constexpr int64_t block_bytes = sizeof(Block);
 
-    static const int8_t *quants(const void *block) { return static_cast<const Block *>(block)->qs; }
-
     static void unpack(const void *block, vfloat out[block_vectors]) {
         const Block &w = *static_cast<const Block *>(block);
         const vfloat d = vset_half(w.d);
@@ -21,11 +19,12 @@ struct Q8_0 {
     // sum of d_w * q_w * d_x * q_x = d_w * d_x * (w . x)
     static constexpr bool shifted = false;
     static vdots dot(const void *const blocks[4], const int8_t *x) {
-        const int8_t *const qs[] = {quants(blocks[0]), quants(blocks[1]), quants(blocks[2]),
-                                    quants(blocks[3])};
-        return dot_i8(qs, x);
+        return dot_signed(load_bytes(blocks, offsetof(Block, qs)),
+                          load_bytes(blocks, offsetof(Block, qs) + 16), x);
     }
-    static void scales(const void *const blocks[4], vrows *d) { *d = load_halves(blocks); }
+    static void scales(const void *const blocks[4], vrows *d) {
+        *d = load_halves(blocks, offsetof(Block, d));
+    }
 };
 
 } // namespace

@@ -85,8 +85,9 @@ inline void dot_group(const char *const *rows, Lookahead ahead, const float *x, 
 
 // group(rows, ahead, sums [group_rows]) for every four rows of w; out [n_rows] receives the sums.
 template <typename Type, typename Group>
-[[gnu::always_inline]] inline void for_each_group(const pi_rows *w, float *out, Group group) {
-    const int64_t n_blocks = w->n_cols / PI_QK;
+[[gnu::always_inline]] inline void for_each_group(const pi_rows *w, int64_t block_elements, float *out,
+                                                  Group group) {
+    const int64_t n_blocks = w->n_cols / block_elements;
     const Lookahead ahead = look_ahead(n_blocks, Type::block_bytes);
     const char *rows[list_rows + rows_ahead];
     for (int64_t first = 0; first < w->n_rows; first += list_rows) {
@@ -105,7 +106,7 @@ template <typename Type, typename Group>
 
 template <typename Type>
 void dot_f32(const pi_rows *w, const float *x, float *out) {
-    for_each_group<Type>(w, out, [&](const char *const *rows, Lookahead ahead, float *sums) {
+    for_each_group<Type>(w, PI_QK, out, [&](const char *const *rows, Lookahead ahead, float *sums) {
         dot_group<Type>(rows, ahead, x, w->n_cols, sums);
     });
 }

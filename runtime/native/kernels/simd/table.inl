@@ -7,8 +7,10 @@
 #include "dot_q8.inl"
 #include "floats.inl"
 #include "gemm.inl"
+#include "k_quants.inl"
 #include "q4_0.inl"
 #include "q4_1.inl"
+#include "q5_iq4.inl"
 #include "q8_0.inl"
 #include "rows.inl"
 #include "unpacked.inl"
@@ -21,15 +23,20 @@ constexpr pi_type_kernels float_type{dequantize<Type>, dot_f32<Type>, nullptr, a
 template <typename Type>
 constexpr pi_type_kernels block_type{dequantize<Type>, dot_f32<Type>, dot_q8<Type>, axpy<Type>};
 
+// Vector code for int8 activations only: in floats, a block is unpacked first.
+template <typename Type>
+constexpr pi_type_kernels vector_dot_type = unpacked_type<typename Type::Block>(dot_q8<Type>);
+template <typename Type>
+constexpr pi_type_kernels k_type = unpacked_type<typename Type::Block>(dot_q8_k<Type>);
+
 constexpr pi_kernels make_table(const char *name, int (*usable)(void)) {
     return {
         .name = name,
         .usable = usable,
         .type = {float_type<F32>, float_type<F16>, float_type<BF16>, block_type<Q8_0>, block_type<Q4_0>,
-                 block_type<Q4_1>, unpacked_type<pi_block_q5_0>, unpacked_type<pi_block_q5_1>,
-                 unpacked_type<pi_block_q2_k>, unpacked_type<pi_block_q3_k>, unpacked_type<pi_block_q4_k>,
-                 unpacked_type<pi_block_q5_k>, unpacked_type<pi_block_q6_k>, unpacked_type<pi_block_iq4_nl>,
-                 unpacked_type<pi_block_mxfp4>, unpacked_type<pi_block_nvfp4>},
+                 block_type<Q4_1>, vector_dot_type<Q5_0>, vector_dot_type<Q5_1>, k_type<Q2_K>, k_type<Q3_K>,
+                 k_type<Q4_K>, k_type<Q5_K>, k_type<Q6_K>, vector_dot_type<IQ4_NL>, vector_dot_type<MXFP4>,
+                 unpacked_type<pi_block_nvfp4>(nullptr)},
         .quantize_q8 = quantize_q8,
         .rms_norm = rms_norm,
         .gated_silu = gated_silu,

@@ -99,9 +99,12 @@ void quantize_q8(const float *x, int64_t n, const pi_q8_vector *out) {
         const bool normal = d >= 0x1p-126f && d < INFINITY; // 1/d of a subnormal may overflow
         for (int64_t j = 0; j < block_vectors && !normal; ++j)
             values[j] = vzero();
-        const int32_t sum = vstore_i8(values, normal ? 1 / d : 0, out->q + b * PI_QK);
+        int32_t sums[2];
+        vstore_i8(values, normal ? 1 / d : 0, out->q + b * PI_QK, sums);
         out->d[b] = d;
-        out->s[b] = d * static_cast<float>(sum);
+        out->s[b] = d * static_cast<float>(sums[0] + sums[1]);
+        out->h[2 * b] = d * static_cast<float>(sums[0]);
+        out->h[2 * b + 1] = d * static_cast<float>(sums[1]);
     }
 }
 

@@ -205,10 +205,12 @@ void quantise_input(CpuStream &stream, const float *x, uint32_t n_tokens, uint64
     auto *q = input.q.as<int8_t>(n_tokens * n_cols);
     float *d = input.d.floats(n_tokens * n_cols / PI_QK);
     float *s = input.s.floats(n_tokens * n_cols / PI_QK);
+    float *h = input.h.floats(n_tokens * n_cols / PI_QK * 2);
     input.tokens.clear();
     for (uint32_t token = 0; token < n_tokens; ++token) {
         const uint64_t begin = token * n_cols;
-        input.tokens.push_back({q + begin, d + begin / PI_QK, s + begin / PI_QK});
+        const uint64_t block = begin / PI_QK;
+        input.tokens.push_back({q + begin, d + block, s + block, h + 2 * block});
         stream.kernels.quantize_q8(x + begin, static_cast<int64_t>(n_cols), &input.tokens.back());
     }
 }

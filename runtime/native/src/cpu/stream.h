@@ -31,7 +31,7 @@ class Scratch {
 
 // Activations of a few tokens as int8 blocks.
 struct QuantisedInput {
-    Scratch q, d, s;
+    Scratch q, d, s, h;
     std::vector<pi_q8_vector> tokens;
 };
 
