@@ -218,6 +218,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "pi_isa": (_STATUS, [_U32, StringPtr, UInt32Ptr]),
     "pi_isa_select": (_STATUS, [_TEXT, StringPtr]),
     "pi_type_layout": (_STATUS, [_U32, UInt32Ptr, UInt32Ptr]),
+    "pi_probe_read": (_STATUS, [_U32, _U64, _F32, UInt64Ptr]),
     "pi_set_log": (None, [LogFn, _DATA]),
     "pi_model_open": (_STATUS, [_TEXT, HandlePtr]),
     "pi_model_close": (None, [Handle]),

@@ -30,6 +30,28 @@ def probe(root: Path = Path("/")) -> Machine:
     return Machine(cores, len(cpus), min([_memory_available(root), *limits]))
 
 
+def last_level_cache_bytes(root: Path = Path("/")) -> int:
+    """Return the size of the processor's largest cache, 0 where it is not known."""
+    caches = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((_size(_read(path)) for path in caches), default=0)
+
+
+def processor_name(root: Path = Path("/")) -> str:
+    """Return what the processor calls itself, "" where it is not known."""
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model"):
+            return value.strip()
+    return ""
+
+
+def _size(text: str) -> int:
+    """Return bytes of the kernel's 32K, 32768K or 8M."""
+    scale = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:], 1)
+    digits = text.rstrip("KMG")
+    return int(digits) * scale if digits.isdigit() else 0
+
+
 def _affinity(root: Path) -> list[int]:
     if root == Path("/") and hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))

@@ -62,6 +62,10 @@ PI_API pi_status pi_isa(uint32_t index, const char **name, uint32_t *usable);
 /* The set that an engine takes: `requested`, else $PI_ISA, else the best usable one. */
 PI_API pi_status pi_isa_select(const char *requested, const char **name);
 PI_API pi_status pi_type_layout(uint32_t type, uint32_t *block_elements, uint32_t *block_bytes);
+/* The rate at which n_threads read n_bytes of memory (1 MiB to 1 TiB, whole MiB of it), allocated for the
+ * call: of the fastest pass, of at least three and at least min_seconds of them. */
+PI_API pi_status pi_probe_read(uint32_t n_threads, uint64_t n_bytes, float min_seconds,
+                               uint64_t *bytes_per_second);
 /* level: 0 error, 1 warning, 2 info, 3 debug. One callback a process; NULL turns it off. */
 typedef void (*pi_log_fn)(int32_t level, const char *message, void *user);
 PI_API void pi_set_log(pi_log_fn callback, void *user);
