@@ -23,8 +23,8 @@ from powerinfer_toolkit.convert.roles import WEIGHTS
 from powerinfer_toolkit.convert.safetensors_file import SafetensorsFile
 from powerinfer_toolkit.convert.torch_file import load, require_torch, to_raw
 from powerinfer_toolkit.errors import PiError
-from powerinfer_toolkit.gguf_format import COVERAGE_POINTS, UNION_WINDOWS
-from powerinfer_toolkit.statistics import FILE_NAME, KIND
+from powerinfer_toolkit.gguf_format import UNION_WINDOWS
+from powerinfer_toolkit.statistics import FILE_NAME, KIND, coverage_curves
 
 COUNTS, PERMUTATION, UNION_DENSITY = "counts", "permutation", "union_density"
 _HINT = "counts say how often each neuron fired on some text: get those of this model"
@@ -51,16 +51,8 @@ class Statistics:
         return np.argsort(-self.counts, axis=1, kind="stable").astype(np.int32)
 
     def coverage(self) -> NDArray[np.float32]:
-        """Return the share of all activations that the hottest i/128 of a layer's neurons carry, [n_layers, 129].
-
-        Where i/128 of the neurons is no whole number, the curve is interpolated linearly.
-        """
-        n_layers, n_ff = self.counts.shape
-        falling = -np.sort(-self.counts.astype(np.float64), axis=1)
-        carried = np.cumsum(np.pad(falling, ((0, 0), (1, 0))), axis=1)
-        points = np.linspace(0.0, n_ff, COVERAGE_POINTS)
-        curves = [np.interp(points, np.arange(n_ff + 1), row / row[-1]) for row in carried]
-        return np.stack(curves).astype(np.float32).reshape(n_layers, COVERAGE_POINTS)
+        """Return the coverage curve of every layer, [n_layers, 129]."""
+        return coverage_curves(self.counts)
 
     def density(self) -> NDArray[np.float32] | None:
         """Return the mean share of active neurons per token, [n_layers]; None where tokens are unknown."""

@@ -1,13 +1,14 @@
-"""pi-bench: tokens per second of prompts and of decoding, by thread count."""
+"""pi-bench: tokens per second of prompts and of decoding, beside what the machine's memory allows."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from powerinfer_toolkit import cli, console
@@ -16,30 +17,28 @@ from powerinfer_toolkit.runtime.options import (
     add_model_options,
     check_gpu_options,
     plan_options,
-    require_model,
+    require_models,
 )
+from powerinfer_toolkit.runtime.synth.command import add_synth_command
 
 if TYPE_CHECKING:
+    from powerinfer_toolkit.runtime.bench_report import Result
     from powerinfer_toolkit.runtime.model import Model
+    from powerinfer_toolkit.runtime.plan.bandwidth import Bandwidth
+    from powerinfer_toolkit.runtime.plan.planner import PlanOptions
 
 DESCRIPTION = """
-Measure a model. Test ppN computes a prompt of N tokens; tgN decodes N tokens one by one, greedily, from an
-empty context. tok_s is the median over the repetitions after one warm-up, spread is (fastest - slowest) /
-median. active_share is the share of FFN neurons whose up and down rows mattered.
+Measure models. Test ppN computes a prompt of N tokens; tgN decodes N tokens one by one, greedily, from an
+empty context. tok/s is the median over the repetitions after one warm-up, spread is (fastest - slowest) /
+median, active the share of FFN neurons whose up and down rows mattered. Of decoding it says what a token reads,
+at what rate, and the share reached of the bound: the speed if that were read as fast as a stand-alone kernel
+reads memory, docs/bench.md. `pi-bench synth` writes models of known shapes to measure.
 """
 SEED = 1  # of the random tokens
-
-
-@dataclass(frozen=True)
-class Result:
-    """One row: a test at a thread count."""
-
-    test: str
-    threads: int
-    tok_s: float
-    spread: float
-    ffn_mode: str
-    active_share: float
+DEFAULT_PROMPT, DEFAULT_DECODE = [512], [128]
+_RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
+_MOST_NUMBERS = 1000  # in one range
+Test = tuple[str, int]  # "pp" or "tg", and the number of tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,31 +49,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of pi-bench."""
     parser = cli.new_parser("pi-bench", " ".join(DESCRIPTION.split()))
+    _add_tests(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json", action="store_true", help="print one JSON object, see docs/bench.md"
+    )
+    group.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    group.add_argument(
+        "--measure-bandwidth",
+        action="store_true",
+        help="measure how fast memory is read again (default: once a machine, then kept in the user's cache)",
+    )
+    add_model_options(parser, several=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", help="synth: write a model to measure"
+    )
+    add_synth_command(commands)
+    return parser
+
+
+def _add_tests(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("tests")
-    lists = "numbers separated by commas"
-    group.add_argument(
-        "-p",
-        "--n-prompt",
-        type=_numbers,
-        default=[512],
-        metavar="N",
-        help=f"tokens of the prompt tests, {lists}; 0: none (default 512)",
-    )
-    group.add_argument(
-        "-n",
-        "--n-gen",
-        type=_numbers,
-        default=[64],
-        metavar="N",
-        help=f"tokens of the decode tests, {lists}; 0: none (default 64)",
-    )
-    group.add_argument(
-        "-t",
-        "--threads",
-        type=_numbers,
-        metavar="N",
-        help=f"thread counts, {lists} (default: physical cores that this process may use)",
-    )
+    lists = "a list like 128,512 or a range like 128-512*2 or 1-4+1"
+    for names, dest, text in (
+        (("-p", "--n-prompt"), "n_prompt", f"tokens of the prompt tests, {lists}; 0: none (512)"),
+        (("-n", "--n-gen"), "n_gen", "tokens of the decode tests, the same; 0: none (128)"),
+        (
+            ("-t", "--threads"),
+            "threads",
+            "thread counts (physical cores that this process may use)",
+        ),
+    ):
+        group.add_argument(
+            *names, dest=dest, type=_numbers, action="extend", metavar="N", help=text
+        )
     group.add_argument(
         "-r",
         "--repetitions",
@@ -83,50 +91,97 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="runs of every test after the warm-up (default %(default)s)",
     )
-    group.add_argument(
-        "--json",
-        action="store_true",
-        help='print {"results": [{test, threads, tok_s, spread, ffn_mode, active_share}, ...]}',
-    )
-    add_model_options(parser)
-    return parser
 
 
 def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers") from None
-    if min(numbers) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} has a negative number")
+    """Parse a list as llama-bench takes it: numbers and ranges FIRST-LAST, FIRST-LAST+STEP, FIRST-LAST*FACTOR."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        if re.fullmatch(r"-\d+", part):
+            raise argparse.ArgumentTypeError(f"{text!r} has a negative number")
+        found = _RANGE.fullmatch(part)
+        if not found:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers")
+        first, last = int(found[1]), int(found[2] or found[1])
+        numbers += _range(text, first, last, found[3] or "+", int(found[4] or 1))
+    return numbers
+
+
+def _range(text: str, first: int, last: int, sign: str, step: int) -> list[int]:
+    stands = step < 2 or first == 0 if sign == "*" else step == 0
+    if last < first or (last > first and stands):
+        raise argparse.ArgumentTypeError(f"{text!r} has a range that never ends")
+    numbers = [first]
+    while (
+        not stands and (after := numbers[-1] * step if sign == "*" else numbers[-1] + step) <= last
+    ):
+        if len(numbers) == _MOST_NUMBERS:
+            raise argparse.ArgumentTypeError(f"{text!r} has a range of more than {_MOST_NUMBERS}")
+        numbers.append(after)
     return numbers
 
 
 def _command(args: argparse.Namespace) -> None:
+    if args.command is not None:
+        return args.run(args)  # type: ignore[no-any-return]
     check_gpu_options(args)
-    path = require_model(args)
-    tests = [("pp", n) for n in args.n_prompt if n] + [("tg", n) for n in args.n_gen if n]
+    paths = require_models(args)
+    n_prompt, n_gen = args.n_prompt or DEFAULT_PROMPT, args.n_gen or DEFAULT_DECODE
+    tests = [("pp", n) for n in n_prompt if n] + [("tg", n) for n in n_gen if n]
     if args.repetitions < 1 or not tests:
         raise UsageError("nothing to measure", hint="give -r of at least 1, and -p or -n above 0")
+    if args.json and args.markdown:
+        raise UsageError("--json and --markdown exclude each other", hint="give one of them")
     context = max(n for _, n in tests)
     plans = [plan_options(args, threads, context) for threads in args.threads or [None]]
+    runs = [(path, options) for path in paths for options in plans]
     with cli.uninterrupted():
         from powerinfer_toolkit.runtime.model import Model
-    for options in plans:  # what is refused is refused before the first measurement
+    for path, options in runs:  # what is refused is refused before the first measurement
         Model.open(path, options).close()
+    decodes = any(kind == "tg" for kind, _ in tests)
+    bandwidth = _bandwidth(again=args.measure_bandwidth) if decodes else None
+    _measure_all(args, runs, tests, bandwidth)
+
+
+def _bandwidth(*, again: bool) -> Bandwidth:
+    from powerinfer_toolkit.runtime.plan.bandwidth import read_bandwidth
+    from powerinfer_toolkit.runtime.plan.machine import probe
+
+    return read_bandwidth(probe(), again=again)
+
+
+def _measure_all(
+    args: argparse.Namespace,
+    runs: list[tuple[str, PlanOptions]],
+    tests: list[Test],
+    bandwidth: Bandwidth | None,
+) -> None:
+    from powerinfer_toolkit.runtime.bench_report import Report
+    from powerinfer_toolkit.runtime.model import Model
+    from powerinfer_toolkit.runtime.report import reset_peak_rss
+
+    report = Report(bandwidth, markdown=args.markdown, several=len({path for path, _ in runs}) > 1)
     results = []
-    for options in plans:
+    for path, options in runs:
+        reset_peak_rss()
         with Model.open(path, options) as model:
             console.detail(f"{model.plan.n_threads} threads, {model.stats().isa} kernels")
-            for kind, n in tests:
-                results.append(_measure(model, kind, n, args.repetitions))
+            for test in tests:
+                result = _measure(model, test, args.repetitions, bandwidth)
+                results.append(result)
+                report.warn(result)
                 if not args.json:
-                    _print_row(results[-1], header=len(results) == 1)
+                    report.print_row(result)
     if args.json:
-        print(json.dumps({"results": [asdict(result) for result in results]}))
+        print(json.dumps(report.record(results)))
 
 
-def _measure(model: Model, kind: str, n: int, repetitions: int) -> Result:
+def _measure(model: Model, test: Test, repetitions: int, bandwidth: Bandwidth | None) -> Result:
+    from powerinfer_toolkit.runtime.bench_report import Result
+    from powerinfer_toolkit.runtime.report import peak_rss_bytes
+
+    kind, n = test
     run: Callable[[Model, int], None] = _prompt if kind == "pp" else _decode
     run(model, n)
     model.engine.reset_stats()
@@ -136,13 +191,42 @@ def _measure(model: Model, kind: str, n: int, repetitions: int) -> Result:
         run(model, n)
         speeds.append(n / (time.perf_counter() - start))
     median = statistics.median(speeds)
+    stats = model.stats()
+    read = _decode_bytes(model, n) if kind == "tg" else None
+    bound = bandwidth.bytes_per_second / read if bandwidth and read else None
     return Result(
+        model=Path(model.file.path).name,
         test=f"{kind}{n}",
         threads=model.plan.n_threads,
+        isa=stats.isa,
         tok_s=median,
+        tok_s_min=min(speeds),
+        tok_s_max=max(speeds),
+        tok_s_std=statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
         spread=(max(speeds) - min(speeds)) / median,
         ffn_mode=model.plan.ffn_mode.name.lower(),
-        active_share=model.stats().active_share,
+        active_share=stats.active_share,
+        guessed_share=stats.guessed_share,
+        bytes_per_token=read,
+        bytes_per_second=None if read is None else read * median,
+        bound_tok_s=bound,
+        bound_share=None if bound is None else median / bound,
+        peak_rss_bytes=peak_rss_bytes(),
+    )
+
+
+def _decode_bytes(model: Model, n: int) -> float:
+    """Return what one of the first n tokens reads on average, by what the engine counted."""
+    from powerinfer_toolkit.runtime.plan.traffic import decode_bytes, weight_bytes
+
+    stats = model.stats()
+    return decode_bytes(
+        weight_bytes(model.file.tensors(), model.config),
+        model.config,
+        model.plan,
+        n_positions=(n + 1) / 2,
+        active_share=stats.active_share,
+        guessed_share=stats.guessed_share,
     )
 
 
@@ -165,16 +249,6 @@ def _decode(model: Model, n: int) -> None:
         for _ in range(n):
             model.engine.run(Batch([token], want_logits=True))
             token, _ = sampler.sample(model.engine)
-
-
-def _print_row(result: Result, *, header: bool) -> None:
-    if header:
-        print(f"{'test':<8} {'threads':>7} {'tok/s':>10} {'spread':>7} {'ffn':>9} {'active':>7}")
-    print(
-        f"{result.test:<8} {result.threads:>7} {result.tok_s:>10.2f} {result.spread:>7.1%} "
-        f"{result.ffn_mode:>9} {result.active_share:>7.1%}",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

@@ -65,6 +65,11 @@ class Stats:
         """Share of the FFN neurons whose up and down rows mattered; 1 before the first step."""
         return self.neurons_active / self.neurons_total if self.neurons_total else 1.0
 
+    @property
+    def guessed_share(self) -> float:
+        """Share of the FFN neurons whose gate was computed; 1 without a predictor, and before the first step."""
+        return self.neurons_guessed / self.neurons_total if self.neurons_total else 1.0
+
 
 class Engine(NativeHandle):
     """The native engine of an open file, which must outlive it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,17 @@ if TYPE_CHECKING:
 CPU_ONLY = "this version runs on the CPU only: leave --vram-budget out or give 0"
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add -m and the flags that shape the plan."""
+def add_model_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Add -m, which may name several models, and the flags that shape the plan."""
     group = parser.add_argument_group("model and engine")
-    group.add_argument("-m", "--model", metavar="FILE", help="model file, GGUF or PowerInfer-GGUF")
+    text = "model file, GGUF or PowerInfer-GGUF"
+    if several:
+        text += "; several with commas or by repeating the flag"
+        group.add_argument(
+            "-m", "--model", metavar="FILE", type=_file_names, action="extend", help=text
+        )
+    else:
+        group.add_argument("-m", "--model", metavar="FILE", help=text)
     group.add_argument(
         "-b",
         "--batch-size",
@@ -137,6 +145,16 @@ def require_model(args: argparse.Namespace) -> str:
     if not args.model:
         raise UsageError("no model given", hint="name one with -m FILE")
     return str(args.model)
+
+
+def require_models(args: argparse.Namespace) -> list[str]:
+    """Return the paths given with -m where it may name several; UsageError without one."""
+    require_model(args)
+    return list(args.model)
+
+
+def _file_names(text: str) -> list[str]:
+    return [text] if os.path.exists(text) else text.split(",")
 
 
 def plan_options(args: argparse.Namespace, threads: int | None, context: int | None) -> PlanOptions:

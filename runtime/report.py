@@ -129,6 +129,12 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
+def reset_peak_rss() -> None:
+    """Begin to count the largest resident size anew, where the system can (Linux)."""
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as switch:
+        switch.write("5")
+
+
 def _speed(n_tokens: int, seconds: float) -> str:
     return f"{n_tokens / seconds:.1f} tok/s" if n_tokens and seconds > 0 else "- tok/s"
 

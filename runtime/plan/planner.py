@@ -246,17 +246,21 @@ def _tiers(mode: FfnMode, batch: int, predict_all: bool) -> tuple[Tier, ...]:
 
 def memory_need(shape: ModelShape, plan: Plan) -> MemoryNeed:
     """Return what the plan takes; scratch as if every token's logits were wanted."""
-    element_bytes = 4 if plan.kv_type is TensorType.F32 else 2
-    token_bytes = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * element_bytes
     n_heads = shape.n_heads + 2 * shape.n_kv_heads
     row = 4 * shape.n_embd + 2 * n_heads * shape.head_dim + 4 * shape.n_ff + shape.n_vocab
     untouched = 0 if plan.predicted_tokens else shape.predictor_bytes
     return MemoryNeed(
         weight_bytes=shape.weight_bytes - untouched,
-        kv_bytes=plan.n_kv_pages * PAGE_TOKENS * token_bytes,
+        kv_bytes=plan.n_kv_pages * PAGE_TOKENS * kv_token_bytes(shape, plan),
         scratch_bytes=4 * row * plan.max_batch_tokens + THREAD_BYTES * plan.n_threads,
         program_bytes=PROGRAM_BYTES + TOKENIZER_BYTES * shape.n_vocab,
     )
+
+
+def kv_token_bytes(shape: ModelShape, plan: Plan) -> int:
+    """Return what the KV cache holds of one token."""
+    element_bytes = 4 if plan.kv_type is TensorType.F32 else 2
+    return 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * element_bytes
 
 
 def _check_memory(need: MemoryNeed, budget: int | None, machine: Machine) -> None:

@@ -81,6 +81,7 @@ class Key:
     SOURCE_NAME = "powerinfer.source.name"  # string
     SOURCE_REVISION = "powerinfer.source.revision"  # string
     SOURCE_SHA256 = "powerinfer.source.sha256"  # string, of the weights
+    SYNTHETIC = "powerinfer.synthetic"  # string, the shape that random weights were made for
     MANIFEST = "powerinfer.manifest"  # string, JSON of artifact.Manifest
     TOKENIZER_JSON = "tokenizer.huggingface.json"  # string, the whole tokenizer.json
 

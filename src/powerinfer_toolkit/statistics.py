@@ -20,7 +20,7 @@ from safetensors.numpy import save
 
 from powerinfer_toolkit.artifact import Manifest, new_file
 from powerinfer_toolkit.errors import PiError
-from powerinfer_toolkit.gguf_format import UNION_WINDOWS
+from powerinfer_toolkit.gguf_format import COVERAGE_POINTS, UNION_WINDOWS
 
 KIND = "activation_statistics"
 FILE_NAME = "statistics.safetensors"
@@ -43,6 +43,20 @@ class LayerSums(NamedTuple):
     both: Any
     either: Any
     unions: list[Any]
+
+
+def coverage_curves(counts: NDArray[Any]) -> NDArray[np.float32]:
+    """Return the share of all activations that the hottest i/128 of a layer's neurons carry, [n_layers, 129].
+
+    `counts` [n_layers, n_ff] are activation counts or rates. Where i/128 of the neurons is no whole number, the
+    curve is interpolated linearly.
+    """
+    n_layers, n_ff = counts.shape
+    falling = -np.sort(-counts.astype(np.float64), axis=1)
+    carried = np.cumsum(np.pad(falling, ((0, 0), (1, 0))), axis=1)
+    points = np.linspace(0.0, n_ff, COVERAGE_POINTS)
+    curves = [np.interp(points, np.arange(n_ff + 1), row / row[-1]) for row in carried]
+    return np.stack(curves).astype(np.float32).reshape(n_layers, COVERAGE_POINTS)
 
 
 def layer_sums(fired: Any, counted: Any | None = None) -> LayerSums:  # noqa: ANN401 - numpy or torch

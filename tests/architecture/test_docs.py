@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 MAKEFILE = ROOT / "Makefile"
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/bench.md")
 
 
 def load_generator():
