@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from powerinfer_toolkit import console
@@ -24,6 +25,7 @@ from powerinfer_toolkit.recipes.verify.limits import (
     PREDICTED_PERPLEXITY,
     SWAP_DEVIATIONS,
     Limits,
+    perplexity_limit,
 )
 from powerinfer_toolkit.recipes.verify.settings import VerifySettings
 from powerinfer_toolkit.recipes.verify.texts import Window, read_windows
@@ -35,6 +37,8 @@ from powerinfer_toolkit.runtime.plan.plan import FfnMode
 from powerinfer_toolkit.runtime.plan.planner import PlanOptions, available_modes
 from powerinfer_toolkit.training.blocks import text_encoder
 from powerinfer_toolkit.training.checkpoint import load_tokenizer
+
+STEPS = 32  # tokens that are computed one by one
 
 
 def compare(checkpoint: str | Path, path: Path, settings: VerifySettings) -> dict[str, Any]:
@@ -59,6 +63,7 @@ def compare(checkpoint: str | Path, path: Path, settings: VerifySettings) -> dic
             comparison.of_masks("predicted_checkpoint", trained)
         comparison.of_weights(weights)
         comparison.with_file_weights()
+        comparison.with_steps()
         matrices = weights.predictors()
         if predicted is not None and matrices is not None:
             comparison.of_masks("predicted_torch", matrices)
@@ -112,13 +117,28 @@ class Comparison:
         """Compare what remains when both compute with the same weights."""
         distance, limits = self._with_same_weights(), self._limits
         ratio = self._perplexity[self._mode] / self._perplexity["file_weights"]
-        allowed = limits.perplexity(self._n_predicted)
+        allowed = perplexity_limit(limits.kl, self._n_predicted)
         self._checks += [
             Check("logits, relative L2", distance.relative_l2, limits.logits),
             Check("KL", distance.kl, limits.kl),
             Check("likeliest tokens swapped beyond this error", distance.swaps, 0),
             Check(f"perplexity, {self._mode}, relative", abs(ratio - 1), allowed),
         ]
+
+    def with_steps(self) -> None:
+        """Compare the logits of single steps, as decoding takes them, with the file's weights."""
+        tokens = self._windows[0][:STEPS]
+        user = self._ours.start_text(tokens[:1].tolist())
+        rows = [self._ours.engine.logits()]
+        for token in tokens[1:].tolist():
+            self._ours.continue_text(user, token)
+            rows.append(self._ours.engine.logits())
+        self._ours.forget()
+        distance = Distance(self._limits.logits, SWAP_DEVIATIONS)
+        distance.add(np.concatenate(rows), self._theirs.logits(tokens))
+        self._logits["steps"] = distance.to_record()
+        name = f"logits of {len(tokens)} single steps, relative L2"
+        self._checks.append(Check(name, distance.relative_l2, self._limits.logits))
 
     def _with_same_weights(self) -> Distance:
         """Measure again, unless the file's weights are the checkpoint's to the bit."""
@@ -144,6 +164,11 @@ class Comparison:
         ratio = value / self._perplexity["predicted_torch"]
         name = "perplexity, predicted, relative to the masks in transformers"
         self._checks.append(Check(name, abs(ratio - 1), PREDICTED_PERPLEXITY))
+        if (trained := self._perplexity.get("predicted_checkpoint")) is not None:
+            name = "perplexity, predicted, relative to the trained predictors'"
+            coarse = perplexity_limit(self._limits.quantisation_kl, self._n_predicted)
+            limit = PREDICTED_PERPLEXITY + coarse
+            self._checks.append(Check(name, abs(value / trained - 1), limit))
 
     def to_record(self) -> dict[str, Any]:
         """Return what was found as plain values."""

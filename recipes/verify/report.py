@@ -17,6 +17,7 @@ _PERPLEXITIES = {
 _DISTANCES = {
     "checkpoint": "from the checkpoint",
     "file_weights": "from the file's weights in transformers",
+    "steps": "  the same, in single steps",
 }
 
 
