@@ -116,7 +116,8 @@ class SparseFfn {
         const uint64_t n_embd = layer_.gate.n_cols;
         if (uses_int8(stream_, layer_.gate, 1) || uses_int8(stream_, layer_.up, 1))
             quantise_input(stream_, normed, 1, n_embd);
-        const int64_t step = rows_per_chunk(static_cast<int64_t>(layer_.gate.row_bytes));
+        const auto row_bytes = static_cast<int64_t>(layer_.gate.row_bytes);
+        const int64_t step = rows_per_chunk(stream_, n_candidates * row_bytes, row_bytes);
         const int64_t n_chunks = (n_candidates + step - 1) / step;
         auto *counts = stream_.fired_count.as<int64_t>(static_cast<uint64_t>(n_chunks));
         stream_.pool.run(n_chunks, [&](int64_t chunk, uint32_t) {

@@ -9,7 +9,11 @@
 namespace pi {
 namespace {
 
-constexpr int64_t chunk_bytes = 32 * 1024;
+// Every chunk starts cold (kernels/simd/prefetch.inl), so they are large where the weights are many; several
+// for a thread even out cores of different speed.
+constexpr int64_t min_chunk_bytes = 16 * 1024;
+constexpr int64_t max_chunk_bytes = 1024 * 1024;
+constexpr int64_t chunks_per_thread = 4;
 constexpr int64_t min_chunk_rows = 8;
 // Output columns of a packed tile: a multiple of every register tile, and of the block where the columns are
 // those of a transposed matrix.
@@ -28,16 +32,24 @@ const pi_type_kernels &type_kernels(const CpuStream &stream, const Matrix &matri
     return stream.kernels.type[matrix.type->kernel_index];
 }
 
-std::vector<RowChunk> split_rows(std::span<const Product> products, int64_t rows_each) {
+// rows_each of a product: the rows of its chunks.
+template <typename RowsEach>
+std::vector<RowChunk> split_rows(std::span<const Product> products, RowsEach rows_each) {
     std::vector<RowChunk> chunks;
     for (const Product &product : products) {
         const auto n_rows = static_cast<int64_t>(product.row_end - product.row_begin);
-        const int64_t step =
-            rows_each > 0 ? rows_each : rows_per_chunk(static_cast<int64_t>(product.matrix->row_bytes));
+        const int64_t step = rows_each(product);
         for (int64_t begin = 0; begin < n_rows; begin += step)
             chunks.push_back({&product, begin, std::min(begin + step, n_rows)});
     }
     return chunks;
+}
+
+int64_t bytes_of(std::span<const Product> products) {
+    uint64_t n_bytes = 0;
+    for (const Product &product : products)
+        n_bytes += (product.row_end - product.row_begin) * product.matrix->row_bytes;
+    return static_cast<int64_t>(n_bytes);
 }
 
 pi_rows chunk_rows(const RowChunk &chunk) {
@@ -164,7 +176,7 @@ void multiply_packed(CpuStream &stream, std::span<const Product> products, const
                      uint32_t n_tokens) {
     const auto n_k = static_cast<int64_t>(products[0].matrix->n_cols);
     std::vector<OutputBlock> blocks;
-    for (const RowChunk &chunk : split_rows(products, tile_outputs)) {
+    for (const RowChunk &chunk : split_rows(products, [](const Product &) { return tile_outputs; })) {
         const Product &product = *chunk.product;
         blocks.push_back({product.matrix->rows(product.row_begin, product.row_end),
                           &type_kernels(stream, *product.matrix), false, tile_outputs, chunk.begin,
@@ -192,8 +204,9 @@ float *Scratch::floats(uint64_t n) {
     return data_;
 }
 
-int64_t rows_per_chunk(int64_t row_bytes) {
-    return std::max(chunk_bytes / row_bytes, min_chunk_rows);
+int64_t rows_per_chunk(const CpuStream &stream, int64_t n_bytes, int64_t row_bytes) {
+    const int64_t share = n_bytes / (stream.pool.n_threads() * chunks_per_thread);
+    return std::max(std::clamp(share, min_chunk_bytes, max_chunk_bytes) / row_bytes, min_chunk_rows);
 }
 
 bool uses_int8(const CpuStream &stream, const Matrix &matrix, uint32_t n_tokens) {
@@ -223,7 +236,10 @@ void cpu_matmul(CpuStream &stream, std::span<const Product> products, const floa
     });
     if (int8)
         quantise_input(stream, x, n_tokens, products[0].matrix->n_cols);
-    const std::vector<RowChunk> chunks = split_rows(products, 0);
+    const int64_t n_bytes = bytes_of(products);
+    const std::vector<RowChunk> chunks = split_rows(products, [&](const Product &product) {
+        return rows_per_chunk(stream, n_bytes, static_cast<int64_t>(product.matrix->row_bytes));
+    });
     stream.pool.run(static_cast<int64_t>(chunks.size()), [&](int64_t index, uint32_t) {
         multiply_rows(stream, chunks[static_cast<size_t>(index)], x, n_tokens);
     });

@@ -57,8 +57,8 @@ struct CpuStream final : Stream {
 // Steps of up to this many tokens multiply row by row; larger ones through packed tiles.
 constexpr uint32_t gemv_tokens = 4;
 
-// Rows whose weights make a chunk worth handing to a thread.
-int64_t rows_per_chunk(int64_t row_bytes);
+// Rows of a chunk to hand to a thread, where n_bytes of weights are to be read in all.
+int64_t rows_per_chunk(const CpuStream &stream, int64_t n_bytes, int64_t row_bytes);
 
 // Fills stream.quantised with the tokens of x [n_tokens, n_cols].
 void quantise_input(CpuStream &stream, const float *x, uint32_t n_tokens, uint64_t n_cols);
