@@ -72,6 +72,8 @@ def _forget(run: Run, progress: Progress, stage: str) -> None:
         )
     names = _from(run.recipe, stage)
     folders = [run.output_dir / folder for name in names for folder in STAGES[name].folders]
+    if "convert" in run.settings:
+        (run.model.parent / CARD).unlink(missing_ok=True)
     progress.forget(names, folders)
 
 
