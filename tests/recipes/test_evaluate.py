@@ -86,7 +86,7 @@ def test_loglikelihoods_and_greedy_flags_are_hfs(hf, files, texts, outtype, batc
         (start[0], end) for start, end in zip(starts, greedy, strict=True) if end.isascii() and end
     ]
     wanted = hf.loglikelihood(requests("loglikelihood", pairs), disable_tqdm=True)
-    ours = PowerInferLM(files[outtype], batch_size=batch_size, threads=2)
+    ours = PowerInferLM(files[outtype], batch_size=batch_size, threads=1)
     found = ours.loglikelihood(requests("loglikelihood", pairs))
     for (_, continuation), got, want in zip(pairs, found, wanted, strict=True):
         assert got[0] == pytest.approx(want[0], abs=PER_TOKEN[outtype] * len(continuation))
@@ -95,7 +95,7 @@ def test_loglikelihoods_and_greedy_flags_are_hfs(hf, files, texts, outtype, batc
 
 
 def test_common_beginnings_are_computed_once(files, texts):
-    ours = PowerInferLM(files["f32"], batch_size=4, threads=2)
+    ours = PowerInferLM(files["f32"], batch_size=4, threads=1)
     context = "".join(texts)[:200]
     pairs = [(context, text[:4]) for text in texts]
     ours.loglikelihood(requests("loglikelihood", pairs))
@@ -106,7 +106,7 @@ def test_common_beginnings_are_computed_once(files, texts):
 def test_rolling_loglikelihoods_are_hfs(hf, files, texts, outtype):
     arguments = [*((text,) for text in texts[:4]), ("".join(texts),)]  # the last one in windows
     wanted = hf.loglikelihood_rolling(requests("loglikelihood_rolling", arguments))
-    ours = PowerInferLM(files[outtype], batch_size=3, threads=2)
+    ours = PowerInferLM(files[outtype], batch_size=3, threads=1)
     found = ours.loglikelihood_rolling(requests("loglikelihood_rolling", arguments))
     for (text,), got, want in zip(arguments, found, wanted, strict=True):
         assert got == pytest.approx(want, abs=PER_TOKEN[outtype] * len(text))
@@ -120,21 +120,21 @@ def test_greedy_texts_are_hfs(hf, files, texts):
     ]
     arguments[-1][1]["max_gen_toks"] = 12
     wanted = hf.generate_until(requests("generate_until", arguments), disable_tqdm=True)
-    ours = PowerInferLM(files["f32"], threads=2)
+    ours = PowerInferLM(files["f32"], threads=1)
     assert ours.generate_until(requests("generate_until", arguments)) == wanted
     assert len({len(text) for text in wanted}) > 3  # stop texts were met
 
 
 def test_predicted_mode_scores_as_pi_runs_perplexity(files, texts):
     """Every token masked as in decoding, however the texts are put together."""
-    ours = PowerInferLM(files["f32"], ffn="predicted", batch_size=4, threads=2)
+    ours = PowerInferLM(files["f32"], ffn="predicted", batch_size=4, threads=1)
     arguments = [(text,) for text in texts]
     found = ours.loglikelihood_rolling(requests("loglikelihood_rolling", arguments))
-    with Model.load(files["f32"], ffn="predicted", threads=2) as model:
+    with Model.load(files["f32"], ffn="predicted", threads=1) as model:
         ids = [[1, *model.tokenizer.encode(text)] for text in texts]
         wanted = [float(model.score(tokens).sum()) for tokens in ids]
     assert found == pytest.approx(wanted, abs=0.05)
-    exact = PowerInferLM(files["f32"], ffn="exact", threads=2)
+    exact = PowerInferLM(files["f32"], ffn="exact", threads=1)
     unmasked = exact.loglikelihood_rolling(requests("loglikelihood_rolling", arguments))
     assert np.abs(np.subtract(unmasked, found)).min() > 1
 
@@ -154,7 +154,7 @@ def test_settings_that_are_refused(files, settings, said):
 
 
 def test_requests_that_are_refused(files):
-    ours = PowerInferLM(files["f32"], threads=2, max_length=64, batch_size="auto")
+    ours = PowerInferLM(files["f32"], threads=1, max_length=64, batch_size="auto")
     with pytest.raises(UsageError, match="num_beams is not supported"):
         ours.generate_until(requests("generate_until", [("a", {"num_beams": 4})]))
     with pytest.raises(UsageError, match="256 new tokens leave no room"):
@@ -248,7 +248,7 @@ def test_the_command_gives_the_results_of_hf(hf, folder, files, texts, tmp_path)
     greedy = hf.generate_until(requests("generate_until", starts), disable_tqdm=True)
     write_tasks(tmp_path, texts, greedy)
     wanted = lm_eval(tmp_path, "hf", f"pretrained={folder},dtype=float32")["results"]
-    report = lm_eval(tmp_path, "powerinfer", f"path={files['f32']},threads=2,ffn=exact")
+    report = lm_eval(tmp_path, "powerinfer", f"path={files['f32']},threads=1,ffn=exact")
     found = report["results"]
     assert found["tiny_choice"]["acc,none"] == wanted["tiny_choice"]["acc,none"]
     assert found["tiny_choice"]["acc_stderr,none"] == wanted["tiny_choice"]["acc_stderr,none"]

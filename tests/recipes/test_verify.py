@@ -65,7 +65,7 @@ def predicted(sparse):
 
 def settings(text, **changes):
     return VerifySettings(
-        **({"file": text, "max_length": 64, "max_tokens": 1200, "threads": 2} | changes)
+        **({"file": text, "max_length": 64, "max_tokens": 1200, "threads": 1} | changes)
     )
 
 
@@ -212,7 +212,7 @@ def test_predictors_that_the_file_does_not_have(sparse, text):
 
 
 def test_the_command(sparse, predicted, text, capsys, tmp_path):
-    flags = ["-f", text, "--max_length", 64, "--max_tokens", 300, "--threads", 2]
+    flags = ["-f", text, "--max_length", 64, "--max_tokens", 300, "--threads", 1]
     said = run_command(pi_verify, capsys, sparse, predicted, *flags)
     assert said.code == 0, said.err
     assert "recorded as its source" in said.out
