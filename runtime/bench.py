@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--measure-bandwidth",
         action="store_true",
-        help="measure how fast memory is read again (default: once a machine, then kept in the user's cache)",
+        help="forget how fast memory was ever read here and measure it anew (default: the best of all runs)",
     )
     add_model_options(parser, several=True)
     commands = parser.add_subparsers(

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory: measured once by a stand-alone read kernel, kept for later runs."""
+"""How fast this machine reads memory: the best that a stand-alone read kernel ever did, kept between runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes as ct
 import json
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from powerinfer_toolkit.runtime.plan.machine import (
 )
 
 SCHEMA = 1
-_SECONDS = 1.0  # for every thread count
+_SWEEP_SECONDS, _CHECK_SECONDS = 1.0, 0.3  # for a thread count
 _LEAST_BYTES, _MOST_BYTES = 256 * 2**20, 4 * 2**30  # read in one pass
 _CACHES = 8  # last-level caches that the memory read is large
 
@@ -46,29 +45,44 @@ class Bandwidth:
 
 
 def read_bandwidth(machine: Machine, *, again: bool = False) -> Bandwidth:
-    """Return this machine's bandwidth: the stored one, unless there is none or it is to be measured `again`.
+    """Return this machine's bandwidth: what is stored, or more where memory is read faster now.
 
-    A figure is stored for this processor and this many cores. PiError where memory is too short to measure.
+    A machine is a processor and a number of cores. The first time, and `again`, all thread counts are swept. PiError
+    where memory is too short to measure.
     """
     path, identity = _profile_path(), _identity(machine)
     stored = None if again else _load(path, identity)
-    if stored is not None:
-        return stored
-    found = measure(machine, _probe)
-    with suppress(
-        OSError, PiError
-    ):  # a home that cannot be written costs a measurement, not the run
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _store(path, identity, found)
+    found = measure(machine) if stored is None else _raised(stored, machine)
+    if found != stored:
+        with suppress(OSError, PiError):  # a home that cannot be written is no reason to stop
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _store(path, identity, found)
     return found
 
 
-def measure(machine: Machine, probe: Callable[[int, int], float]) -> Bandwidth:
-    """Sweep the thread counts; probe(threads, bytes) returns bytes a second."""
+def measure(machine: Machine) -> Bandwidth:
+    """Sweep the thread counts."""
+    n_bytes = _pass_bytes(machine)
+    rates = {n: _probe(n, n_bytes, _SWEEP_SECONDS) for n in sweep(machine.n_cores)}
+    return Bandwidth(rates, _today())
+
+
+def _raised(stored: Bandwidth, machine: Machine) -> Bandwidth:
+    """Return the stored rates, the best one replaced if it was taken at a busier time than now."""
+    threads = stored.best_threads
+    rate = _probe(threads, _pass_bytes(machine), _CHECK_SECONDS)
+    if rate <= stored.bytes_per_second:
+        return stored
+    return Bandwidth({**stored.rates, threads: rate}, _today())
+
+
+def _pass_bytes(machine: Machine) -> int:
     wanted = max(_LEAST_BYTES, _CACHES * last_level_cache_bytes())
-    n_bytes = min(wanted, _MOST_BYTES, machine.available_bytes // 2)
-    rates = {threads: probe(threads, n_bytes) for threads in sweep(machine.n_cores)}
-    return Bandwidth(rates, time.strftime("%Y-%m-%d", time.gmtime()))
+    return min(wanted, _MOST_BYTES, machine.available_bytes // 2)
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime())
 
 
 def sweep(n_cores: int) -> list[int]:
@@ -77,9 +91,9 @@ def sweep(n_cores: int) -> list[int]:
     return sorted({n for n in (*powers, n_cores * 3 // 4, n_cores - 1, n_cores) if n > 0})
 
 
-def _probe(threads: int, n_bytes: int) -> float:
+def _probe(threads: int, n_bytes: int, seconds: float) -> float:
     rate = ct.c_uint64()
-    native_lib.load().pi_probe_read(threads, n_bytes, _SECONDS, ct.byref(rate))
+    native_lib.load().pi_probe_read(threads, n_bytes, seconds, ct.byref(rate))
     return float(rate.value)
 
 
