@@ -56,14 +56,14 @@ def edited(tmp_path, name="smoke", **changes):
 
 
 def test_the_shipped_recipes():
-    assert NAMES == [
+    assert {
         "llama-2-7b/reglu",
         "mistral-7b/drelu",
         "mistral-7b/reglu",
         "smoke/reglu",
         "smollm2-135m/fatrelu",
         "smollm2-135m/reglu",
-    ]
+    } <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
