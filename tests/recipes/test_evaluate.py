@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -123,6 +124,38 @@ def test_greedy_texts_are_hfs(hf, files, texts):
     ours = PowerInferLM(files["f32"], threads=1)
     assert ours.generate_until(requests("generate_until", arguments)) == wanted
     assert len({len(text) for text in wanted}) > 3  # stop texts were met
+
+
+def test_a_tokenizer_that_begins_texts_with_bos(folder, texts, tmp_path):
+    """As hf has it: before a context, before a text that is predicted as a whole, and not twice."""
+    other = tmp_path / "bos"
+    shutil.copytree(folder, other, ignore=shutil.ignore_patterns("*.gguf"))
+    spec = json.loads((other / "tokenizer.json").read_text())
+    sequence = {"id": "A", "type_id": 0}
+    spec["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": sequence}],
+        "pair": [{"Sequence": sequence}, {"Sequence": sequence | {"id": "B"}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    }
+    (other / "tokenizer.json").write_text(json.dumps(spec))
+    assert pi_convert([str(other), str(other / "f32.gguf"), "--outtype", "f32", "-q"]) == 0
+    theirs = HFLM(pretrained=str(other), device="cpu", dtype="float32", batch_size=1)
+    ours = PowerInferLM(str(other / "f32.gguf"), batch_size=2, threads=1)
+    for string in (texts[0], "<s>" + texts[0], ""):
+        for add in (None, True, False):
+            assert ours.tok_encode(string, add) == theirs.tok_encode(string, add)
+    pairs = [("", texts[0]), (texts[0][:9], texts[0][9:20]), ("<s>" + texts[1], "ab")]
+    wanted = theirs.loglikelihood(requests("loglikelihood", pairs), disable_tqdm=True)
+    found = ours.loglikelihood(requests("loglikelihood", pairs))
+    assert np.array(found) == pytest.approx(np.array(wanted), abs=0.01)
+    rolling = [(texts[2],), ("<s>" + texts[3],)]
+    totals = theirs.loglikelihood_rolling(requests("loglikelihood_rolling", rolling))
+    sums = ours.loglikelihood_rolling(requests("loglikelihood_rolling", rolling))
+    assert sums == pytest.approx(totals, abs=0.01)
+    starts = [(text[:12], {"until": ["a"], "max_gen_toks": 8}) for text in texts[:4]]
+    written = theirs.generate_until(requests("generate_until", starts), disable_tqdm=True)
+    assert ours.generate_until(requests("generate_until", starts)) == written
 
 
 def test_predicted_mode_scores_as_pi_runs_perplexity(files, texts):

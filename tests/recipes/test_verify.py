@@ -170,6 +170,14 @@ def test_wrong_settings_in_the_file_are_seen_in_the_logits(sparse, text, tmp_pat
     assert not [name for name in failed(report) if name.startswith("weights")]
 
 
+def test_the_threshold_of_fatrelu_is_part_of_the_function(sparse, text, tmp_path):
+    """transformers alone would ignore it: the limits tell a file with it from a checkpoint without."""
+    other = changed(sparse, tmp_path / "other", {"activation_threshold": 0.2})
+    path = convert(other, "model.gguf", "--outtype", "f32")
+    assert failed(verify(other, path, settings(text))) == []
+    assert "logits, relative L2" in failed(verify(sparse, path, settings(text)))
+
+
 def swap_two_rows(tensors):
     name = "model.layers.1.self_attn.v_proj.weight"
     tensors[name][[0, 1]] = tensors[name][[1, 0]]
