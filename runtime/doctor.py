@@ -81,8 +81,9 @@ def _model(path: str) -> str:
         kinds = Counter(tensor.type for tensor in file.tensors())
         types = ", ".join(f"{n} {TensorType(kind).name}" for kind, n in kinds.most_common())
         modes = ", ".join(mode.name.lower() for mode in available_modes(shape))
+        synthetic = "random weights, " if file.metadata(Key.SYNTHETIC) else ""
         return (
-            f"{file.metadata('general.architecture')}, {shape.activation}, {shape.n_layers} layers, "
+            f"{synthetic}{file.metadata('general.architecture')}, {shape.activation}, {shape.n_layers} layers, "
             f"{format_bytes(shape.weight_bytes)} ({types}); "
             f"ffn {modes}, default {choose_ffn_mode(shape, None).name.lower()}"
         )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
 
+from parity.closeness import log_softmax
 from powerinfer_toolkit.gguf_format import TensorType
 from powerinfer_toolkit.runtime.bench import main
 from powerinfer_toolkit.runtime.engine import Batch, FfnRule
@@ -18,6 +24,7 @@ from powerinfer_toolkit.runtime.synth.write import SynthSettings, write_synth
 from powerinfer_toolkit.statistics import coverage_curves
 from refusals import assert_refused, run_command
 
+PEER = str(Path(__file__).parents[1] / "parity" / "llama_cpp.py")
 N_TOKENS = 960  # of which 959 are counted
 N_LAYERS = 2
 
@@ -179,3 +186,26 @@ def test_an_existing_file_stays(tmp_path, capsys):
     said = run_command(main, capsys, "synth", "tiny", path, "--layers", 1, "--force")
     assert (said.code, said.out) == (0, "")
     assert "synthetic" in said.err
+
+
+def test_llama_cpp_runs_the_twin(tmp_path):
+    """Its log-probabilities equal ours: F32 weights, F32 caches and activations."""
+    pytest.importorskip("xllamacpp")
+    path = tmp_path / "twin.gguf"
+    settings = SynthSettings("tiny", path, TensorType.F32, n_layers=N_LAYERS, dense_twin=True)
+    write_synth(settings)
+    prompts = np.random.default_rng(4).integers(300, 1024, (4, 12)).tolist()
+    done = subprocess.run(
+        [sys.executable, PEER, str(path)],
+        input=json.dumps(prompts),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    with Model.load(path, context=32, activation_type="f32") as model:
+        for prompt, answer in zip(prompts, json.loads(done.stdout), strict=True):
+            want = log_softmax(model.logits(prompt)[-1].astype(np.float64))
+            # float32 sums of 512 terms: eps x sqrt(n) x matrices in a row x |logit|, 6e-8 x 23 x 15 x 10
+            np.testing.assert_allclose(answer, want, atol=3e-4)
