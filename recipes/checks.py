@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ def check(recipe: Recipe) -> None:
         if stage in found and needed not in found:
             raise UsageError(f"{recipe.name}: {stage} needs the section {needed}")
     relufy.check(dataclasses.replace(found["relufy"], output_dir=OUTPUT_DIR))
+    if "verify" in found and found["verify"].predictors is not None:
+        raise UsageError("verify.predictors are those of the run", hint="leave it out")
     _check_variant(found)
     _check_split(found)
 
@@ -101,8 +104,17 @@ def missing_texts(settings: dict[str, Any]) -> list[str]:
     return [path for path in paths if not glob.glob(path, recursive=True)]
 
 
-def missing_model(settings: dict[str, Any]) -> str:
-    """Return the model if it is named by a path where nothing lies; "" if it is there, or is one of the hub."""
-    model = str(settings["relufy"].model_name_or_path)
-    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    return model if is_path and OUTPUT_DIR not in model and not Path(model).is_dir() else ""
+def missing_models(settings: dict[str, Any]) -> list[str]:
+    """Return the models that are named by a path where nothing lies; those of the hub do not count."""
+    named = (settings["relufy"].model_name_or_path, settings["relufy"].teacher_model_name_or_path)
+    local = [name for name in named if name and OUTPUT_DIR not in name]
+    paths = [name for name in local if name[0] in "./" or name.count("/") > 1]
+    return [path for path in paths if not Path(path).is_dir()]
+
+
+def missing_packages(settings: dict[str, Any]) -> list[str]:
+    """Return what the training of these settings needs beside torch and transformers, and is not installed."""
+    needed = {"peft"} if settings["relufy"].use_peft else set()
+    if any(source.id for values in settings.values() for source in sources(values)):
+        needed.add("datasets")
+    return sorted(name for name in needed if importlib.util.find_spec(name) is None)

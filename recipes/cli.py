@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from powerinfer_toolkit import cli, console
+from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.recipes import catalog
 
 DESCRIPTION = """
@@ -111,8 +112,7 @@ def _validate(args: argparse.Namespace) -> None:
 
     recipe = read(args.recipe, given_flags(args))
     checks.check(recipe)
-    model = checks.missing_model(recipe.settings)
-    for path in [*([model] if model else []), *checks.missing_texts(recipe.settings)]:
+    for path in [*checks.missing_models(recipe.settings), *checks.missing_texts(recipe.settings)]:
         console.warning(f"there is nothing at {path} yet")
     print(f"{recipe.name}: {', '.join(recipe.settings)}")
 
@@ -123,7 +123,10 @@ def _run(args: argparse.Namespace) -> None:
     from powerinfer_toolkit.recipes.recipe import given_flags, read
     from powerinfer_toolkit.training import calm_libraries, require_train_extra, speaks
 
-    recipe = read(args.recipe, given_flags(args))
+    flags = given_flags(args)
+    if "output_dir" in flags["relufy"]:
+        raise UsageError("--relufy.output_dir is for pi-relufy", hint="--output_dir is the run's")
+    recipe = read(args.recipe, flags)
     require_train_extra("pi-recipe run")
     speaks()
     if not args.verbose:

@@ -14,11 +14,12 @@ from powerinfer_toolkit import console
 from powerinfer_toolkit.artifact import new_file
 from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.recipes import card
-from powerinfer_toolkit.recipes.checks import check, missing_model, missing_texts
+from powerinfer_toolkit.recipes.checks import check, missing_models, missing_packages, missing_texts
 from powerinfer_toolkit.recipes.progress import Progress
 from powerinfer_toolkit.recipes.recipe import Recipe
 from powerinfer_toolkit.recipes.results import Results, collect
 from powerinfer_toolkit.recipes.stages import CARD, RECIPE, STAGES, Run, manifest
+from powerinfer_toolkit.runtime import native_lib
 
 
 def run_recipe(recipe: Recipe, output_dir: Path, *, restart: str | None = None) -> Results | None:
@@ -49,14 +50,21 @@ def run_recipe(recipe: Recipe, output_dir: Path, *, restart: str | None = None) 
 
 
 def _check_inputs(recipe: Recipe) -> None:
-    """Refuse a run whose model or texts are not there, before the first stage takes hours."""
-    missing = [name for name in (missing_model(recipe.settings),) if name]
-    missing += missing_texts(recipe.settings)
+    """Refuse a run that lacks model, texts, packages or the engine, before the first stage takes hours."""
+    missing = [*missing_models(recipe.settings), *missing_texts(recipe.settings)]
     if missing:
         raise PiError(
             f"there is nothing at {', '.join(missing)}",
             hint="the head of the recipe says how to make it; pi-recipe show prints the recipe",
         )
+    packages = missing_packages(recipe.settings)
+    if packages:
+        raise PiError(
+            f"{recipe.name} needs {', '.join(packages)}",
+            hint="pip install 'powerinfer-toolkit[train]'",
+        )
+    if "verify" in recipe.settings:
+        native_lib.load()
 
 
 def _from(recipe: Recipe, stage: str) -> list[str]:

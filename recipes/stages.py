@@ -99,10 +99,11 @@ class Stage:
     distributed: bool = False
 
     def files(self, run: Run) -> Iterator[Path]:
-        """Yield what the stage has written."""
+        """Yield what the stage has written; what an interruption left behind has a hidden name."""
         for folder in self.folders:
             for path in sorted((run.output_dir / folder).rglob("*")):
-                if path.is_file() and path.name not in (CARD, RECIPE):
+                visible = path.name[0] != "." and path.name not in (CARD, RECIPE)
+                if path.is_file() and visible:
                     yield path
 
 
@@ -114,7 +115,10 @@ def _synthetic(run: Run) -> None:
 
 def _relufy(run: Run) -> None:
     from powerinfer_toolkit.convert.relufy.run import relufy
+    from powerinfer_toolkit.recipes.packing import check_source
 
+    if "convert" in run.settings:
+        check_source(run)
     relufy(run.settings["relufy"])
 
 
@@ -136,37 +140,9 @@ def _train_predictor(run: Run) -> None:
 
 
 def _convert(run: Run) -> None:
-    """Pack the sparse model, and the dense one in the same types."""
-    from powerinfer_toolkit.convert.cli import NEURON_ORDERS
-    from powerinfer_toolkit.convert.conversion import prepare
-    from powerinfer_toolkit.convert.outtypes import OutType
-    from powerinfer_toolkit.convert.settings import ConvertSettings
-    from powerinfer_toolkit.convert.summary import describe, warn
-    from powerinfer_toolkit.gguf_format import Dialect
+    from powerinfer_toolkit.recipes.packing import pack
 
-    section = run.settings["convert"]
-    common: dict[str, Any] = {
-        "outtype": OutType(section.outtype),
-        "allow_nonfinite": section.allow_nonfinite,
-        "force": True,
-    }
-    dialect = None if section.dialect == "auto" else Dialect(section.dialect)
-    sparse = ConvertSettings(
-        str(run.checkpoint),
-        run.model,
-        dialect=dialect,
-        predictors=run.predictors,
-        activations=run.statistics / "statistics.safetensors",
-        neuron_order=NEURON_ORDERS[section.neuron_order],
-        upstream_sidecar=section.upstream_sidecar,
-        **common,
-    )
-    for settings in (ConvertSettings(run.source, run.dense, **common), sparse):
-        settings.output.parent.mkdir(exist_ok=True)
-        conversion = prepare(settings)
-        warn(conversion)
-        describe(conversion)
-        conversion.write()
+    pack(run)
 
 
 def _verify(run: Run) -> None:

@@ -176,6 +176,7 @@ def test_wrong_files(changes, said, hint, tmp_path):
         ({"verify__held_out_share": 0.2}, "verify.held_out_share is 0.2"),
         ({"profile__separator_token": "<s>"}, "profile.separator_token is <s>"),
         ({"relufy__eval_mixture": [{"path": "x"}]}, "relufy.eval_mixture is ['x']"),
+        ({"verify__predictors": "x"}, "verify.predictors are those of the run"),
         ({"convert__dialect": "upstream"}, "computes q8_0 wrongly"),
         (
             {"convert__dialect": "upstream", "relufy__variant": "fatrelu"},
@@ -210,6 +211,13 @@ def test_missing_texts_and_models_are_named(run, tmp_path, monkeypatch):
     assert code == ExitCode.FAILURE
     assert "there is nothing at ./dense, corpus/held_out.jsonl.xz" in said
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_says_where_its_checkpoint_lies(run, tmp_path):
+    words = ["run", "smoke", "--output_dir", tmp_path / "out", "--relufy.output_dir", "elsewhere"]
+    code, _, said = run(*words)
+    assert code == ExitCode.USAGE
+    assert "--relufy.output_dir is for pi-relufy" in said
 
 
 def test_names_of_the_command_are_those_of_the_stages():

@@ -261,6 +261,27 @@ def test_a_threshold_goes_through_to_the_file(quick, tmp_path):
     assert results.report["model"]["passed"]
 
 
+def test_a_model_that_is_relu_already(finished, quick, tmp_path):
+    """Only calibrated: the dense row is the same model with every neuron computed."""
+    flags = quick | {"relufy__variant": "fatrelu", "relufy__max_steps": "0"}
+    source = {"relufy__model_name_or_path": str(finished[0] / "relufy")}
+    results = run_recipe(smoke(**flags, **source), tmp_path / "out")
+    first = json.loads((finished[0] / "verify" / "report.json").read_text())
+    dense = results.rows[0]
+    assert dense.mode == "dense"
+    assert dense.perplexity == pytest.approx(first["model"]["perplexity"]["exact"])
+    assert "base_model: relufy" in (tmp_path / "out" / "model" / "README.md").read_text()
+
+
+def test_a_model_that_no_file_can_hold_is_refused_before_training(finished, tmp_path):
+    source = shutil.copytree(finished[0] / "synthetic", tmp_path / "gelu")
+    config = json.loads((source / "config.json").read_text()) | {"hidden_act": "gelu"}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PiError, match="gelu"):
+        run_recipe(smoke(relufy__model_name_or_path=str(source)), tmp_path / "out")
+    assert not (tmp_path / "out" / "relufy").exists()
+
+
 def test_drelu_ends_with_its_predictors(quick, tmp_path):
     flags = {f"{stage}__trust_remote_code": "true" for stage in ("profile", "train_predictor")}
     recipe = smoke(relufy__variant="drelu", **flags, **quick)
