@@ -32,7 +32,8 @@ class PowerInferLM(TemplateLM):
 
     `path`, `ffn` (dense, exact, predicted) and the others are pi-run's; `max_length` is the context, all that the
     model was trained for by default; `batch_size` texts are scored at a time; `add_bos_token` and
-    `prefix_token_id` mean what they mean for `hf`. Raises PiError as Model.load does.
+    `prefix_token_id` mean what they mean for `hf`. `device` is not looked at: lm_eval names a GPU where nothing is
+    said. Raises PiError as Model.load does.
     """
 
     def __init__(
@@ -53,8 +54,6 @@ class PowerInferLM(TemplateLM):
         max_gen_toks: int = 256,
     ) -> None:
         super().__init__()
-        if device not in (None, "cpu"):
-            raise UsageError(f"device {device} is not supported", hint="leave --device out")
         n_sequences = _sequences(batch_size, max_batch_size)
         self._model = Model.load(
             path,

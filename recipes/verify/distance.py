@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from powerinfer_toolkit.errors import PiError
 
 Logits = NDArray[np.float32]  # [n_tokens, n_vocab]
-AT_ONCE = 128  # rows in float64 at a time
+AT_ONCE = 32  # rows in float64 at a time, several times n_vocab * 8 bytes each
 MAX_LOSS = 700.0  # its exponential is still a float
 
 
