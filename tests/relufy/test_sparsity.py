@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: E402
 
 from powerinfer_toolkit.convert.relufy import variants  # noqa: E402
 from powerinfer_toolkit.convert.relufy.settings import RelufySettings  # noqa: E402
-from powerinfer_toolkit.convert.relufy.sparsity import SparsityProbe, gated_mlps  # noqa: E402
+from powerinfer_toolkit.convert.relufy.sparsity import SparsityProbe, _measure, gated_mlps  # noqa: E402
 from powerinfer_toolkit.errors import PiError, UsageError  # noqa: E402
 from relufy import tiny  # noqa: E402
 
@@ -55,6 +56,41 @@ def test_reading_equals_plain_formulas(dense):
         assert (
             0.3 < 1 - reading.active[layer] / h.numel() < 0.7
         )  # a random gate is as often below 0
+
+
+def test_soft_count_equals_its_formula(dense):
+    _, model = student(dense)
+    seen = down_inputs(model)
+    probe = SparsityProbe(model, concavity=16)
+    model(IDS)
+    reading = probe.read()
+    for layer, h in enumerate(seen):
+        norms = model.model.layers[layer].mlp.down_proj.weight.double().norm(dim=0)
+        c = h.double().abs() * norms
+        means = c.sum(-1) / (c > 0).sum(-1)
+        typical = means.log().mean().exp()
+        penalty = torch.log1p(16 * c / typical).sum() / math.log(17)
+        # float32 sums of 1920 terms, each rounded by 6e-8 relative
+        torch.testing.assert_close(reading.penalty[layer].double(), penalty, rtol=1e-4, atol=0)
+        assert 0 < penalty < 2 * reading.active[layer]  # a count, softly
+
+
+def test_soft_count_spares_the_attention_sink():
+    """A token of a thousand times the usual size moves the sum of magnitudes, not the soft count."""
+    layer = torch.nn.Linear(8, 4, bias=False)
+    h = torch.rand(1, 1000, 8).relu()
+    with_sink = torch.cat([1000 * h[:, :1], h[:, 1:]], dim=1)
+
+    def pull(hidden, concavity):
+        hidden = hidden.clone().requires_grad_()
+        _measure(layer, (hidden,), concavity=concavity)
+        layer.__dict__.pop("measured")[0].sum().backward()
+        return hidden.grad.norm(dim=-1)[0]
+
+    torch.testing.assert_close(pull(with_sink, 0)[0], pull(h, 0)[0])
+    assert pull(with_sink, 16)[0] < 0.01 * pull(h, 16)[0]
+    # the scale is a geometric mean: log(1000) / 1000 of a change
+    torch.testing.assert_close(pull(with_sink, 16)[1:], pull(h, 16)[1:], rtol=0.02, atol=0)
 
 
 def test_no_gradient_reaches_down_proj(dense):
