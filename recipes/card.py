@@ -23,13 +23,14 @@ def to_text(run: Run, results: Results) -> str:
 
 # {run.recipe.file_stem}
 
-{run.recipe.description or "A ReLU-sparse model"}. A PowerInfer-GGUF file, made from {_source(run)} with the recipe
-`{run.recipe.name}` of powerinfer-toolkit {__version__}.
+{run.recipe.description or "A ReLU-sparse model"}.
+
+A PowerInfer-GGUF file, made from {_source(run)} with the recipe `{run.recipe.name}` of powerinfer-toolkit {__version__}.
 
 {results.to_markdown()}
 
-- perplexity: through the runtime, {results.report["model"]["tokens"]:,} tokens of held-out text in windows of at most
-  {run.settings["verify"].max_length}; the sparse checkpoint in transformers: {_checkpoint(results)}
+- perplexity: through the runtime, {results.report["model"]["tokens"]:,} tokens of held-out text in windows of at most {_window(run)}; the
+  sparse checkpoint in transformers: {_checkpoint(results)}
 - dense: the source model in the same types; exact: up and down rows where the gate is open, which loses nothing;
   predicted: only what the predictors let through
 - decode tok/s: greedy, median of {REPETITIONS} times {DECODED_TOKENS} tokens, {_machine(results)}
@@ -59,6 +60,9 @@ def _front_matter(run: Run) -> dict[str, Any]:
     matter: dict[str, Any] = {"base_model": _base_model(run)}
     if run.recipe.license:
         matter["license"] = run.recipe.license
+    datasets = [source.id for source in run.settings["relufy"].dataset_mixture if source.id]
+    if datasets:
+        matter["datasets"] = datasets
     tags = ["PowerInfer", "powerinfer-toolkit", "gguf", "relu", "activation-sparsity"]
     return matter | {
         "library_name": "powerinfer-toolkit",
@@ -78,6 +82,11 @@ def _is_of_hub(run: Run) -> bool:
 def _base_model(run: Run) -> str:
     """Return the hub's name of the source, or that of its directory."""
     return run.source.partition("@")[0] if _is_of_hub(run) else Path(run.source).resolve().name
+
+
+def _window(run: Run) -> int:
+    length: int = run.settings["verify"].max_length
+    return length
 
 
 def _checkpoint(results: Results) -> str:

@@ -20,7 +20,7 @@ from powerinfer_toolkit.settings import setting
 from powerinfer_toolkit.train_predictor.settings import PredictorSettings
 
 OUTPUT_DIR = "{output_dir}"  # in a recipe's text: the directory of the run
-TEXTS = ("description", "license")  # keys beside the sections
+TEXTS = ("name", "description", "license")  # keys beside the sections
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,10 @@ def schemas() -> dict[str, type]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """`settings` holds those of every stage that the recipe has, in order; `license` is the source's."""
+    """`settings` holds those of every stage that the recipe has, in order; `license` is the source's.
+
+    `name` is the file's own key, else the name under which the recipe was found.
+    """
 
     name: str
     description: str
@@ -127,4 +130,5 @@ def read(named: str, flags: Mapping[str, Mapping[str, str]] | None = None) -> Re
             settings[stage] = schema.resolve(found, content[stage] or {}, given, where)
         elif given:
             raise UsageError(f"--{stage}.{next(iter(given))}: {path} has no section {stage}")
+    name = content.get("name") or name
     return Recipe(name, content.get("description") or "", content.get("license") or "", settings)

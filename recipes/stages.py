@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,7 @@ def manifest(run: Run, stage: str, progress: Progress) -> Manifest:
     return Manifest(KIND, origins, kept)
 
 
+@cache
 def _model_origin(named: str) -> Origin:
     """Return what a model is called, and the hash of a local one; of a hub's model the name has the revision."""
     path = Path(named)

@@ -83,7 +83,7 @@ def test_what_show_prints_is_the_same_recipe(name, run, tmp_path):
     path = tmp_path / "shown.yaml"
     path.write_text(out)
     shown, recipe = recipes.read(str(path)), recipes.read(name)
-    assert shown.settings == recipe.settings
+    assert shown == recipe
     for stage, found in recipes.schemas().items():
         if stage in recipe.settings:
             assert list(yaml.safe_load(out)[stage]) == schema.keys(found)  # defaults too, flat
