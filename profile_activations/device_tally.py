@@ -22,6 +22,8 @@ class DeviceTally:
             name: torch.from_numpy(array).to(model.device) for name, array in empty.arrays().items()
         }
         self._model = model
+        # Compiled, seven sums read the activations once each and write nothing in between.
+        self._sums_of = torch.compile(_sums_of) if model.device.type == "cuda" else _sums_of
 
     @torch.inference_mode()
     def observe(self, tokens: Tensor, counted: Tensor) -> None:
@@ -32,11 +34,9 @@ class DeviceTally:
         self._sums["windows"] += torch.stack(window_counts(kept))
 
         def tap(layer: int, _: Tensor, hidden: Tensor) -> None:
-            sums = layer_sums(hidden[:, 1:] != 0, None if everything else kept)
-            self._sums["counts"][layer] += sums.counts
-            self._sums["both"][layer] += sums.both
-            self._sums["either"][layer] += sums.either
-            self._sums["unions"][layer] += torch.stack(sums.unions)
+            found = self._sums_of(hidden, None if everything else kept)
+            for name, sums in zip(("counts", "both", "either", "unions"), found, strict=True):
+                self._sums[name][layer] += sums
 
         with self._model.tapped(tap):
             self._model.hidden_states(tokens.to(self._model.device))
@@ -53,6 +53,12 @@ class DeviceTally:
     def merged(self, accelerator: Accelerator) -> Tally:
         """Return the sums of all processes; every process has to call it."""
         return _to_tally({name: accelerator.reduce(a, "sum") for name, a in self._sums.items()})
+
+
+def _sums_of(hidden: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return layer_sums() of hidden [n_sequences, 1 + n_positions, n_ff], position 0 left out."""
+    sums = layer_sums(hidden[:, 1:] != 0, kept)
+    return sums.counts, sums.both, sums.either, torch.stack(sums.unions)
 
 
 def _to_tally(sums: dict[str, Tensor]) -> Tally:

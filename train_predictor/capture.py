@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from powerinfer_toolkit.train_predictor.network import unit_rms
 from powerinfer_toolkit.train_predictor.settings import CONTRIBUTION, GRADIENT, PredictorSettings
@@ -78,15 +77,19 @@ def capture(
 
 def _state_gradient(model: SparseModel, states: Tensor, generator: torch.Generator) -> Tensor:
     """Return d(sum of -log p(label)) / d states [n_sequences, n_positions, n_embd], labels drawn from p."""
+    head = model.model.lm_head
     gradients = []
     for chunk in states.flatten(0, 1).split(_HEAD_TOKENS):
-        leaf = chunk.requires_grad_()
-        with torch.enable_grad():
-            logits = model.model.lm_head(leaf).float()
-            labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
-            loss = cross_entropy(logits, labels, reduction="sum")
-        gradients.append(torch.autograd.grad(loss, leaf)[0])
+        p = head(chunk).float().softmax(-1)
+        p.scatter_add_(1, draw(p, generator), -torch.ones_like(p[:, :1]))  # d(-log p) / d logits
+        gradients.append(p.to(chunk.dtype) @ head.weight)
     return torch.cat(gradients).view_as(states)
+
+
+def draw(p: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a label [n, 1] a row of p [n, n_labels]: the first of exponential clocks with rates p to ring."""
+    clocks = torch.empty_like(p).exponential_(generator=generator)
+    return clocks.div_(p).argmin(-1, keepdim=True)
 
 
 @dataclass(frozen=True)

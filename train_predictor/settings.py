@@ -32,7 +32,8 @@ class PredictorSettings:
     moment_tokens: int = setting(262_144, "of them, tokens for the second moments of the inputs")
     torch_dtype: str = setting(
         "auto",
-        "arithmetic of the model; auto is the checkpoint's own on a GPU, float32 elsewhere",
+        "arithmetic of the model; auto is the checkpoint's own on a GPU (for float16 and gradients bfloat16), float32 "
+        "elsewhere",
         choices=DTYPES,
     )
     trust_remote_code: bool = setting(

@@ -24,7 +24,7 @@ from powerinfer_toolkit.train_predictor.evaluation import Measures, evaluate, to
 from powerinfer_toolkit.train_predictor.groups import STATE_DIRECTORY, train_all
 from powerinfer_toolkit.train_predictor.masking import mean_loss
 from powerinfer_toolkit.train_predictor.selection import Selection, Selector, check_budget
-from powerinfer_toolkit.train_predictor.settings import PredictorSettings
+from powerinfer_toolkit.train_predictor.settings import GRADIENT, PredictorSettings
 from powerinfer_toolkit.train_predictor.texts import Texts, read_texts
 from powerinfer_toolkit.train_predictor.training import Context
 from powerinfer_toolkit.training.blocks import TokenStore, text_encoder
@@ -55,6 +55,7 @@ def train_predictors(
         dtype=settings.torch_dtype,
         trust_remote_code=settings.trust_remote_code,
     )
+    keep_gradients_in_range(model, settings)
     weights = model.origin()
     check_statistics(statistics, model, weights)
     check_budget(model, settings)
@@ -92,6 +93,18 @@ def train_predictors(
         _write(output, model, settings, origins, selections[0], measures[0], report)
     accelerator.wait_for_everyone()
     return Result([choice.rank for choice in selections[0].choices], measures[0])
+
+
+def keep_gradients_in_range(model: SparseModel, settings: PredictorSettings) -> None:
+    """Turn a float16 model into bfloat16, or float32, where gradients are needed and no type was asked for.
+
+    The few neurons that feed an attention sink take gradients beyond float16's range, at any one scale.
+    """
+    given = settings.torch_dtype != "auto" or settings.predictor_loss != GRADIENT
+    if given or model.blocks[0].down.weight.dtype != torch.float16:
+        return
+    able = model.device.type != "cuda" or torch.cuda.is_bf16_supported()
+    model.model.to(torch.bfloat16 if able else torch.float32)
 
 
 def _peak_bytes(model: SparseModel) -> int | None:

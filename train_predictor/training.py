@@ -136,7 +136,7 @@ def train_group(
                 n_parts = context.n_parts(captured.inputs.shape[1])
                 for number in range(n_parts):
                     part = captured.part(number, n_parts)
-                    steps.take(part, context.costs.of(part, layers), layers)
+                    steps.take(part, layers)
     return Trained(stacks, steps.finish(layers))
 
 
@@ -176,19 +176,19 @@ class _Steps:
         )
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR
         self._schedule = schedule(self._optimizer, max(n_steps, 1))
+        # Some forty passes over [n_layers, n_tokens, n_ff] in float32 become four.
+        self._loss = torch.compile(self._loss_of) if fused else self._loss_of
         self._interval = max(1, n_steps // _CHECKS)
         self._n_steps = 0
         self._running = torch.zeros(())
         self._losses: list[tuple[int, float]] = []
 
-    def take(self, part: Captured, costs: Costs, layers: Sequence[int]) -> None:
+    def take(self, part: Captured, layers: Sequence[int]) -> None:
         """Take one step on every stack."""
         if self._n_steps == 0:
-            self._start(costs, layers)
-        weight = costs.read + costs.miss
-        target = costs.miss / weight
+            self._start(self._context.costs.of(part, layers), layers)
         for stack in self._stacks:
-            loss = cost_loss(stack(part.inputs), target, weight)
+            loss = self._loss(stack(part.inputs), part, layers)
             loss.sum().backward()
             self._running = self._running + loss.detach()
         self._average_gradients()
@@ -198,6 +198,9 @@ class _Steps:
         self._n_steps += 1
         if self._n_steps % self._interval == 0:
             self._check(layers)
+
+    def _loss_of(self, logits: Tensor, part: Captured, layers: Sequence[int]) -> Tensor:
+        return cost_loss(logits, self._context.costs.of(part, layers))
 
     def finish(self, layers: Sequence[int]) -> list[tuple[int, float]]:
         """Return (step, loss) pairs."""
@@ -241,13 +244,14 @@ class _Steps:
         self._losses.append((self._n_steps, float(np.mean(by_layer))))
 
 
-def cost_loss(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Return the loss by layer [n_layers], a mean over tokens; all inputs are [n_layers, n_tokens, n_ff].
+def cost_loss(logits: Tensor, costs: Costs) -> Tensor:
+    """Return the loss by layer [n_layers] of logits [n_layers, n_tokens, n_ff], a mean over tokens.
 
-    With weight = read + miss and target = miss / weight it is miss * log(1 + exp(-s)) + read * log(1 + exp(s)),
-    least where s = log(E[miss] / E[read]): the neuron is let through where missing it costs more than reading it.
+    It is miss * log(1 + exp(-s)) + read * log(1 + exp(s)), least where s = log(E[miss] / E[read]): the neuron is
+    let through where missing it costs more than reading it.
     """
-    losses = binary_cross_entropy_with_logits(logits, target, weight, reduction="none")
+    weight = costs.read + costs.miss
+    losses = binary_cross_entropy_with_logits(logits, costs.miss / weight, weight, reduction="none")
     return losses.sum((1, 2)) / logits.shape[1]
 
 

@@ -46,7 +46,7 @@ class GraphedPass:
 
     def _pass(self, compute: Compute) -> dict[str, Tensor]:
         parts = compute(self.ids, self.weight)
-        parts["loss"].backward()  # type: ignore[no-untyped-call]
+        parts["loss"].backward()
         return {name: part.detach() for name, part in parts.items()}
 
     def run(self, ids: Tensor, sparsity_weight: float) -> dict[str, Tensor]:

@@ -145,7 +145,8 @@ class RelufyTrainer(Trainer):
     ) -> Tensor:
         """Make the gradients of one batch and return its loss."""
         if not self.cuda_graph:
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
         ids: Tensor = self._prepare_inputs(inputs)["input_ids"]
         model.train()
         if self.graph is None:

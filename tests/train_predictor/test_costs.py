@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from parity.sparse_checkpoint import blocks_of
-from powerinfer_toolkit.train_predictor.capture import Captured, CostModel, capture
+from powerinfer_toolkit.train_predictor.capture import Captured, CostModel, Costs, capture
 from powerinfer_toolkit.train_predictor.training import cost_loss
 
 
@@ -125,15 +125,13 @@ def test_the_loss_is_least_where_missing_costs_what_reading_costs():
     generator = torch.Generator().manual_seed(0)
     miss = torch.rand(1, 500, 3, generator=generator) * torch.tensor([0.1, 1.0, 20.0])
     read = torch.full_like(miss, 1 / 3) + 2 / 3 * (miss > 0.05)
-    weight = read + miss
     for neuron in range(3):
         scan = torch.linspace(-6, 6, 2401)
         values = [
             float(
                 cost_loss(
                     torch.full((1, 500, 1), float(s)),
-                    (miss / weight)[..., [neuron]],
-                    weight[..., [neuron]],
+                    Costs(miss[..., [neuron]], read[..., [neuron]]),
                 )
             )
             for s in scan
