@@ -61,6 +61,10 @@ typedef struct pi_type_kernels {
     void (*dot_f32)(const pi_rows *w, const float *x, float *out);
     /* the same with int8 activations; NULL for types that take float activations only */
     void (*dot_q8)(const pi_rows *w, const pi_q8_vector *x, float *out);
+    /* out[t * out_stride + r] = row r . token t of x, whose arrays hold n_tokens tokens one after the other;
+     * NULL where this table multiplies many tokens as floats (gemm_tile) */
+    void (*many_q8)(const pi_rows *w, const pi_q8_vector *x, int64_t n_tokens, float *out,
+                    int64_t out_stride);
     /* y [n] += sum_i coef[i] * row_i[begin, begin + n), summed in the order of i for every column;
      * begin is a multiple of 32 and of the block. Rows whose coefficient is 0 leave y's bits alone. */
     void (*axpy)(const pi_rows *w, const float *coef, int64_t begin, int64_t n, float *y);

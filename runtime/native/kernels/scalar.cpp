@@ -320,9 +320,9 @@ template <typename Block>
 constexpr pi_type_kernels int8_type = unpacked_type<Block>(unpacked_dot_q8<Block>);
 
 template <typename Type>
-constexpr pi_type_kernels float_type{dequantize<Type>, dot_f32<Type>, nullptr, axpy<Type>};
+constexpr pi_type_kernels float_type{dequantize<Type>, dot_f32<Type>, nullptr, nullptr, axpy<Type>};
 template <typename Type>
-constexpr pi_type_kernels block_type{dequantize<Type>, dot_f32<Type>, dot_q8<Type>, axpy<Type>};
+constexpr pi_type_kernels block_type{dequantize<Type>, dot_f32<Type>, dot_q8<Type>, nullptr, axpy<Type>};
 
 } // namespace
 

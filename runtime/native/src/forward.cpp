@@ -102,13 +102,13 @@ void Forward::attention(const Step &step, uint32_t layer) const {
     const Product inputs[] = {whole(weights.q, weights.q_bias, buffers.q),
                               whole(weights.k, weights.k_bias, buffers.k),
                               whole(weights.v, weights.v_bias, buffers.v)};
-    ops.matmul(stream, {inputs, 3}, buffers.normed, n);
+    ops.matmul(stream, {inputs, 3}, buffers.normed, step.positions.data(), n);
     ops.rope(stream, buffers.q, n, config.n_heads, config, buffers.cosine, buffers.sine);
     ops.rope(stream, buffers.k, n, config.n_kv_heads, config, buffers.cosine, buffers.sine);
     ops.store_kv(stream, cache, step, layer, buffers.k, buffers.v);
     ops.attend(stream, {&config, &cache, &step, layer, buffers.q, buffers.attended, nullptr});
     const Product output = whole(weights.attn_output, weights.attn_output_bias, buffers.block);
-    ops.matmul(stream, {&output, 1}, buffers.attended, n);
+    ops.matmul(stream, {&output, 1}, buffers.attended, step.positions.data(), n);
     ops.add(stream, buffers.block, uint64_t{n} * config.n_embd, buffers.residual);
 }
 
@@ -125,6 +125,7 @@ void Forward::ffn(const Step &step, uint32_t layer, const uint8_t *modes, FfnCou
     args.neuron_end = config.n_ff;
     args.n_tokens = n;
     args.modes = modes;
+    args.positions = step.positions.data();
     args.sparse_threshold = plan.sparse_threshold;
     args.normed = buffers.normed;
     args.residual = buffers.residual;
@@ -146,7 +147,7 @@ void Forward::head(const std::vector<uint32_t> &rows, const Step &step, Results 
         ops.rms_norm(stream, buffers.block, model.weights.output_norm, n, config.n_embd, config.rms_eps,
                      buffers.normed);
         const Product product = whole(model.weights.head, nullptr, buffers.logits);
-        ops.matmul(stream, {&product, 1}, buffers.normed, n);
+        ops.matmul(stream, {&product, 1}, buffers.normed, nullptr, n);
         read_rows({rows.data() + begin, n}, step, results);
     }
 }

@@ -60,6 +60,16 @@ void dot_rows(const pi_kernels &kernels, const TypeInfo &type, uint32_t activati
     of_type.dot_q8(&w, &view, out);
 }
 
+void multiply_rows(const pi_kernels &kernels, const TypeInfo &type, const pi_rows &w, const float *x,
+                   int64_t n_tokens, float *out) {
+    const pi_type_kernels &of_type = kernels.type[type.kernel_index];
+    if (of_type.many_q8 == nullptr)
+        throw_usage(std::string(kernels.name) + " has no product of many tokens for " + type.name);
+    QuantisedVector quantised(kernels, x, n_tokens * w.n_cols);
+    const pi_q8_vector view = quantised.view();
+    of_type.many_q8(&w, &view, n_tokens, out, w.n_rows);
+}
+
 // panel [n_k, width]: tokens first .. first + width of x [n_tokens, n_k], zeros beyond the last
 std::vector<float> pack_panel(const float *x, int64_t n_tokens, int64_t n_k, int64_t first, int64_t width) {
     std::vector<float> panel(static_cast<size_t>(n_k * width));
@@ -199,6 +209,17 @@ pi_status pi_kernel_dot_rows(const char *isa, uint32_t type, uint32_t activation
         pi::require(x, "x");
         pi::require(out, "out");
         pi::dot_rows(pi::select_kernels(isa), info, activation_type, rows, x, out);
+    });
+}
+
+pi_status pi_kernel_multiply_rows(const char *isa, uint32_t type, const void *matrix, int64_t n_rows,
+                                  int64_t n_cols, const float *x, int64_t n_tokens, float *out) {
+    return pi::guarded([&] {
+        const pi::TypeInfo &info = pi::type_info(type);
+        pi::require_range(n_tokens >= 0, "n_tokens is negative");
+        const pi_rows rows = pi::rows_of(info, matrix, nullptr, n_rows, n_cols);
+        pi::multiply_rows(pi::select_kernels(isa), info, rows, &pi::require(x, "x"), n_tokens,
+                          &pi::require(out, "out"));
     });
 }
 

@@ -84,7 +84,7 @@ class SparseFfn {
     // Every neuron counts as fired, silent ones with activation 0.
     void fire_all(const float *normed) {
         const Product products[] = {neurons(layer_.gate, gate_), neurons(layer_.up, up_)};
-        cpu_matmul(stream_, products, normed, 1);
+        cpu_matmul(stream_, products, normed, nullptr, 1);
         activate(stream_, *args_.config, gate_, up_, n_, fired_.coef);
         for (int64_t i = 0; i < n_; ++i)
             fired_.index[i] = static_cast<int32_t>(i);
@@ -97,11 +97,11 @@ class SparseFfn {
         float *hidden = stream_.predictor_hidden.floats(layer_.predictor_fc1.n_rows);
         float *logits = stream_.predictor_logits.floats(static_cast<uint64_t>(n_));
         const Product first = whole(layer_.predictor_fc1, nullptr, hidden);
-        cpu_matmul(stream_, {&first, 1}, residual, 1);
+        cpu_matmul(stream_, {&first, 1}, residual, nullptr, 1);
         for (uint64_t i = 0; i < layer_.predictor_fc1.n_rows; ++i)
             hidden[i] = std::max(hidden[i], 0.0f);
         const Product second = neurons(layer_.predictor_fc2, logits);
-        cpu_matmul(stream_, {&second, 1}, hidden, 1);
+        cpu_matmul(stream_, {&second, 1}, hidden, nullptr, 1);
         candidates_ = stream_.predicted.as<int32_t>(static_cast<uint64_t>(n_));
         int64_t n = 0;
         for (int64_t i = 0; i < n_; ++i) {
@@ -239,7 +239,8 @@ void run_dense(CpuStream &stream, const FfnArgs &args, uint32_t token_begin, uin
     float *up = stream.up.floats(n_tokens * n_neurons);
     const Product products[] = {{&layer.gate, args.neuron_begin, args.neuron_end, nullptr, gate},
                                 {&layer.up, args.neuron_begin, args.neuron_end, nullptr, up}};
-    cpu_matmul(stream, products, args.normed + token_begin * n_embd, n_tokens);
+    const uint32_t *positions = args.positions + token_begin;
+    cpu_matmul(stream, products, args.normed + token_begin * n_embd, positions, n_tokens);
     activate_tokens(stream, args, token_begin, n_tokens, gate, up);
 
     float *out = args.out + token_begin * n_embd;
@@ -247,7 +248,7 @@ void run_dense(CpuStream &stream, const FfnArgs &args, uint32_t token_begin, uin
         matmul_transposed(stream, layer.down_t, args.neuron_begin, args.neuron_end, gate, n_tokens, out);
     } else {
         const Product down = whole(layer.down, nullptr, out);
-        cpu_matmul(stream, {&down, 1}, gate, n_tokens);
+        cpu_matmul(stream, {&down, 1}, gate, positions, n_tokens);
     }
 }
 
