@@ -58,4 +58,11 @@ int pi_cpu_has_avx512(void) {
     static const bool has = find_avx512();
     return has;
 }
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+
+int pi_cpu_has_neon_dotprod(void) {
+    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+}
 #endif

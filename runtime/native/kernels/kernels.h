@@ -117,6 +117,9 @@ extern const pi_kernels pi_kernels_scalar; /* the reference */
 #if defined(__x86_64__)
 extern const pi_kernels pi_kernels_avx2;
 extern const pi_kernels pi_kernels_avx512;
+#elif defined(__aarch64__)
+extern const pi_kernels pi_kernels_neon;
+extern const pi_kernels pi_kernels_neon_dotprod;
 #endif
 
 #ifdef __cplusplus
