@@ -148,7 +148,7 @@ neon: .venv/dev build/stress.gguf ## 64 bit ARM: cross-compiled, kernels and str
 	! nm $(NEON_OUT)/CMakeFiles/pi_objects.dir/kernels/*.o | grep ' [WwVvu] '
 	qemu-aarch64 -cpu cortex-a53 $(NEON_OUT)/pi_kernel_test scalar neon
 	qemu-aarch64 -cpu cortex-a76 $(NEON_OUT)/pi_kernel_test scalar neon neon_dotprod
-	qemu-aarch64 -cpu max $(NEON_OUT)/pi_kernel_test scalar neon neon_dotprod
+	qemu-aarch64 -cpu max $(NEON_OUT)/pi_kernel_test scalar neon neon_dotprod neon_i8mm
 	qemu-aarch64 -cpu max $(NEON_OUT)/pi_stress build/stress.gguf
 
 # Python links neither; ASan wants to be first and to find the C++ library's throw when it starts.

@@ -11,7 +11,10 @@ import pytest
 
 from powerinfer_toolkit.runtime import native_lib
 
-TABLES = {"x86": ("scalar", "avx2", "avx512"), "arm": ("scalar", "neon", "neon_dotprod")}
+TABLES = {
+    "x86": ("scalar", "avx2", "avx512"),
+    "arm": ("scalar", "neon", "neon_dotprod", "neon_i8mm"),
+}
 COMPILER_DATA = ("DW.ref.", "__odr_asan.")  # no code: the unwinder's and the address sanitizer's
 
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")

@@ -120,6 +120,7 @@ extern const pi_kernels pi_kernels_avx512;
 #elif defined(__aarch64__)
 extern const pi_kernels pi_kernels_neon;
 extern const pi_kernels pi_kernels_neon_dotprod;
+extern const pi_kernels pi_kernels_neon_i8mm;
 #endif
 
 #ifdef __cplusplus

@@ -18,6 +18,7 @@ constexpr const pi_kernels *tables[] = {
 #elif defined(__aarch64__)
     &pi_kernels_neon,
     &pi_kernels_neon_dotprod,
+    &pi_kernels_neon_i8mm,
 #endif
 };
 

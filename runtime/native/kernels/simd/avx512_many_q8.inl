@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include "many_q8.inl"
+
 namespace {
 
 constexpr int64_t strip_rows = 16;
@@ -18,19 +20,6 @@ struct alignas(64) Strip {
     float scale[strip_columns / 16][strip_rows]; // [sub-block]
     float low[strip_columns / 16][strip_rows];
 };
-
-// What a type's blocks are to a strip: blocks of 32 with one scale, or K-quants.
-template <typename Type>
-concept KQuant = requires { Type::sub_elements; };
-
-template <typename Type>
-constexpr int64_t elements_of = PI_QK;
-template <KQuant Type>
-constexpr int64_t elements_of<Type> = PI_QK_K;
-template <typename Type>
-constexpr int64_t sub_elements_of = PI_QK;
-template <KQuant Type>
-constexpr int64_t sub_elements_of<Type> = Type::sub_elements;
 
 // The q that stands for 0; signed bytes are moved up by 128.
 template <typename Type>
@@ -112,14 +101,6 @@ void pack_strip(const char *const rows[strip_rows], int64_t n_blocks, Strip *str
     }
 }
 
-// Tokens of one slice of columns: q and d of the first, and how far the next token's are.
-struct TokenSlice {
-    const int8_t *q;
-    const float *d;
-    const float *s; // sums of sub-blocks
-    int64_t q_stride, d_stride, s_stride;
-};
-
 // acc[t][v] = integer products of sub-block `sub`
 template <int64_t sub_elements, int64_t n>
 [[gnu::always_inline]] inline void multiply_sub_block(const Strip strips[n_strips], const TokenSlice &x,
@@ -191,14 +172,6 @@ void multiply_rest(const Strip strips[n_strips], const TokenSlice &x, int64_t n,
 }
 
 template <typename Type>
-TokenSlice token_slice(const pi_q8_vector *x, int64_t n_cols, int64_t token, int64_t column) {
-    const int64_t q = token * n_cols + column;
-    const bool halves = sub_elements_of<Type> == PI_QK / 2;
-    return {x->q + q, x->d + q / PI_QK, halves ? x->h + q / (PI_QK / 2) : x->s + q / PI_QK,
-            n_cols,   n_cols / PI_QK,   n_cols / sub_elements_of<Type>};
-}
-
-template <typename Type>
 void many_q8(const pi_rows *w, const pi_q8_vector *x, int64_t n_tokens, float *out, int64_t out_stride) {
     Strip strips[n_strips];
     for (int64_t row = 0; row < w->n_rows; row += n_strips * strip_rows) {
@@ -226,22 +199,6 @@ void many_q8(const pi_rows *w, const pi_q8_vector *x, int64_t n_tokens, float *o
             }
         }
     }
-}
-
-constexpr pi_kernels with_many_q8(pi_kernels table) {
-    table.type[PI_KT_Q8_0].many_q8 = many_q8<Q8_0>;
-    table.type[PI_KT_Q4_0].many_q8 = many_q8<Q4_0>;
-    table.type[PI_KT_Q4_1].many_q8 = many_q8<Q4_1>;
-    table.type[PI_KT_Q5_0].many_q8 = many_q8<Q5_0>;
-    table.type[PI_KT_Q5_1].many_q8 = many_q8<Q5_1>;
-    table.type[PI_KT_Q2_K].many_q8 = many_q8<Q2_K>;
-    table.type[PI_KT_Q3_K].many_q8 = many_q8<Q3_K>;
-    table.type[PI_KT_Q4_K].many_q8 = many_q8<Q4_K>;
-    table.type[PI_KT_Q5_K].many_q8 = many_q8<Q5_K>;
-    table.type[PI_KT_Q6_K].many_q8 = many_q8<Q6_K>;
-    table.type[PI_KT_IQ4_NL].many_q8 = many_q8<IQ4_NL>;
-    table.type[PI_KT_MXFP4].many_q8 = many_q8<MXFP4>;
-    return table;
 }
 
 } // namespace
