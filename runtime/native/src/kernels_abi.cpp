@@ -145,14 +145,25 @@ struct Attention {
 
 // Leaves the unnormalised output in a.out, and peak and sum beside it.
 void attend_pages(const pi_kernels &kernels, const Attention &attention, pi_attend a) {
-    for (int64_t first = 0; first < attention.n_positions; first += PI_PAGE) {
-        const int64_t offset = first * attention.head_dim;
-        const int64_t n = std::min<int64_t>(PI_PAGE, attention.n_positions - first);
-        const Page page = build_page(kernels, attention.k + offset, attention.v + offset, n,
-                                     attention.head_dim, attention.half);
-        const std::vector<uint32_t> visible = visible_positions(attention.n_q, attention.n_positions, first);
-        a.k = attention.half ? static_cast<const void *>(page.half_keys.data()) : page.keys.data();
-        a.v = attention.half ? static_cast<const void *>(page.half_values.data()) : page.values.data();
+    constexpr int64_t most = PI_ATTEND_PAGES * PI_PAGE;
+    for (int64_t first = 0; first < attention.n_positions; first += most) {
+        std::vector<Page> pages;
+        std::vector<uint32_t> visible;
+        const int64_t end = std::min(first + most, attention.n_positions);
+        for (int64_t begin = first; begin < end; begin += PI_PAGE) {
+            const int64_t offset = begin * attention.head_dim;
+            const int64_t n = std::min<int64_t>(PI_PAGE, end - begin);
+            pages.push_back(build_page(kernels, attention.k + offset, attention.v + offset, n,
+                                       attention.head_dim, attention.half));
+            const std::vector<uint32_t> seen = visible_positions(attention.n_q, attention.n_positions, begin);
+            visible.insert(visible.end(), seen.begin(), seen.end());
+        }
+        for (size_t i = 0; i < PI_ATTEND_PAGES + PI_ATTEND_AHEAD; ++i) {
+            const Page &page = pages[std::min(i, pages.size() - 1)];
+            a.k[i] = attention.half ? static_cast<const void *>(page.half_keys.data()) : page.keys.data();
+            a.v[i] = attention.half ? static_cast<const void *>(page.half_values.data()) : page.values.data();
+        }
+        a.n_pages = static_cast<int64_t>(pages.size());
         a.visible = visible.data();
         (attention.half ? kernels.attend_f16 : kernels.attend_f32)(&a);
     }
@@ -167,9 +178,14 @@ void attend(const pi_kernels &kernels, const Attention &attention, const float *
         value *= scale;
     std::vector<float> peak(n_q, -std::numeric_limits<float>::infinity()), sum(n_q);
     std::fill_n(out, n_q * head_dim, 0.0f);
-    attend_pages(kernels, attention,
-                 {scaled.data(), nullptr, nullptr, nullptr, out, peak.data(), sum.data(), attention.n_q,
-                  attention.head_dim});
+    pi_attend work{};
+    work.q = scaled.data();
+    work.out = out;
+    work.peak = peak.data();
+    work.sum = sum.data();
+    work.n_q = attention.n_q;
+    work.head_dim = attention.head_dim;
+    attend_pages(kernels, attention, work);
     for (size_t i = 0; i < n_q; ++i) {
         for (size_t d = 0; d < head_dim; ++d)
             out[i * head_dim + d] /= sum[i];
