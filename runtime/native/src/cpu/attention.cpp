@@ -73,6 +73,7 @@ class Attention {
         float *memory = stream.partials.floats(n_rows * (config_.head_dim + 2));
         partials_ = {memory, memory + n_rows * config_.head_dim, memory + n_rows * (config_.head_dim + 1)};
         queries_ = stream.heads.floats(uint64_t{stream.pool.n_threads()} * tile_floats());
+        visible_ = stream.visible.as<uint32_t>(uint64_t{stream.pool.n_threads()} * visible_words());
     }
 
     void run() {
@@ -86,7 +87,9 @@ class Attention {
     }
 
   private:
-    uint64_t tile_floats() const { return uint64_t{std::max(max_tile_queries, group_)} * config_.head_dim; }
+    uint64_t tile_queries() const { return std::max(max_tile_queries, group_); }
+    uint64_t tile_floats() const { return tile_queries() * config_.head_dim; }
+    uint64_t visible_words() const { return tile_queries() * PI_ATTEND_PAGES; }
     uint64_t row_of(const Tile &tile, uint32_t kv_head) const {
         return tile.partial + uint64_t{kv_head} * (tile.token_end - tile.token_begin) * group_;
     }
@@ -118,10 +121,10 @@ class Attention {
         std::fill_n(work.out, uint64_t{n_q} * config_.head_dim, 0.0f);
         std::fill_n(work.peak, n_q, -std::numeric_limits<float>::infinity());
         std::fill_n(work.sum, n_q, 0.0f);
-        std::vector<uint32_t> visible(static_cast<size_t>(PI_ATTEND_PAGES * n_q));
+        uint32_t *visible = visible_ + thread * visible_words();
         for (uint32_t page = tile.page_begin; page < tile.page_end; page += PI_ATTEND_PAGES) {
             work.n_pages = std::min<uint32_t>(PI_ATTEND_PAGES, tile.page_end - page);
-            attend_pages(tile, kv_head, page, visible.data(), work);
+            attend_pages(tile, kv_head, page, visible, work);
         }
     }
 
@@ -193,6 +196,7 @@ class Attention {
     const uint32_t group_;
     Partials partials_{};
     float *queries_ = nullptr;
+    uint32_t *visible_ = nullptr;
 };
 
 } // namespace

@@ -50,6 +50,7 @@ struct CpuStream final : Stream {
     Scratch tiles;    // [n_threads] weight tile and output tile
     Scratch partials; // attention splits, or FFN groups
     Scratch heads;    // [n_threads] gathered queries of an attention tile
+    Scratch visible;  // [n_threads] what they see of some pages
     Scratch gate, up; // [n_tokens, n_ff]
     Scratch fired_index, fired_coef, fired_count;
     Scratch group_index, group_coef;
