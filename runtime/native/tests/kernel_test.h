@@ -10,14 +10,43 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <new>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include <sys/mman.h>
+
 namespace pi::test {
 
-using Floats = std::vector<float>;
+// Memory that ends where a page without access begins: reading or writing beyond it ends the program, under
+// an emulator too.
+template <typename T>
+struct GuardedAllocator {
+    using value_type = T;
+
+    T *allocate(size_t n) {
+        const size_t room = room_of(n);
+        void *memory = mmap(nullptr, room + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED || mprotect(static_cast<char *>(memory) + room, page, PROT_NONE) != 0)
+            throw std::bad_alloc();
+        return reinterpret_cast<T *>(static_cast<char *>(memory) + room - n * sizeof(T));
+    }
+    void deallocate(T *p, size_t n) {
+        const size_t room = room_of(n);
+        munmap(reinterpret_cast<char *>(p) + n * sizeof(T) - room, room + page);
+    }
+    bool operator==(const GuardedAllocator &) const { return true; }
+
+  private:
+    static constexpr size_t page = 65536; // a multiple of every page
+    static size_t room_of(size_t n) { return (n * sizeof(T) + page - 1) / page * page; }
+};
+
+template <typename T>
+using Guarded = std::vector<T, GuardedAllocator<T>>;
+using Floats = Guarded<float>;
 using Doubles = std::vector<double>;
 
 constexpr double u = 0x1p-24;

@@ -30,7 +30,7 @@ void test_quantize_q8(const pi_kernels &table, const std::string &what) {
     x[6 * PI_QK + 31] = nan;
     for (int i = 0; i < PI_QK; ++i) // 0.5, 1.5, ... of a step of 1: ties
         x[size_of(7 * PI_QK + i)] = static_cast<float>(i) == 0 ? 127.0f : static_cast<float>(i) - 16.5f;
-    const auto run = [&](const pi_kernels &kernels, std::vector<int8_t> *q) {
+    const auto run = [&](const pi_kernels &kernels, Guarded<int8_t> *q) {
         q->resize(x.size());
         Floats scales(x.size() / PI_QK * 4);
         const int64_t n = static_cast<int64_t>(x.size()) / PI_QK;
@@ -38,7 +38,7 @@ void test_quantize_q8(const pi_kernels &table, const std::string &what) {
         kernels.quantize_q8(x.data(), static_cast<int64_t>(x.size()), &out);
         return scales;
     };
-    std::vector<int8_t> got, want;
+    Guarded<int8_t> got, want;
     const Floats got_scales = run(table, &got), want_scales = run(pi_kernels_scalar, &want);
     expect(got == want, what + " quantize_q8");
     expect_equal(got_scales.data(), want_scales.data(), static_cast<int64_t>(want_scales.size()),
@@ -208,7 +208,7 @@ void test_attention(const pi_kernels &table, const AttentionCase &shape, bool ha
     check(pi_kernel_attention(table.name, half ? PI_TYPE_F16 : PI_TYPE_F32, q.data(), shape.n_q, k.data(),
                               v.data(), shape.n_positions, shape.head_dim, scale, got.data(), lse.data()));
     for (Floats *cached : {&k, &v}) {
-        std::vector<pi_half> halves(cached->size());
+        Guarded<pi_half> halves(cached->size());
         const auto n = static_cast<int64_t>(halves.size());
         pi_kernels_scalar.to_half(cached->data(), n, halves.data());
         if (half)
@@ -227,7 +227,7 @@ void test_attention(const pi_kernels &table, const AttentionCase &shape, bool ha
 
 // Every half, what lies half way to its neighbour, a little beyond that, and what no half is near to.
 void test_to_half(const pi_kernels &table, const std::string &what) {
-    std::vector<pi_half> halves(1 << 16);
+    Guarded<pi_half> halves(1 << 16);
     for (size_t i = 0; i < halves.size(); ++i)
         halves[i] = static_cast<pi_half>(i);
     const auto n = static_cast<int64_t>(halves.size());
@@ -238,7 +238,7 @@ void test_to_half(const pi_kernels &table, const std::string &what) {
         x.insert(x.end(), {tie, std::nextafter(tie, infinity)});
     }
     x.insert(x.end(), {65519.9f, 65520.0f, 1e9f, -1e9f, 2.9e-8f, 2.99e-8f, 1e-45f, -0.0f, -infinity});
-    std::vector<pi_half> got(x.size()), want(x.size());
+    Guarded<pi_half> got(x.size()), want(x.size());
     table.to_half(x.data(), static_cast<int64_t>(x.size()), got.data());
     pi_kernels_scalar.to_half(x.data(), static_cast<int64_t>(x.size()), want.data());
     for (size_t i = 0; i < x.size(); ++i) {
