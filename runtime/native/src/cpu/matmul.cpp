@@ -22,6 +22,7 @@ constexpr int64_t wide_tile_outputs = 256;
 constexpr int64_t tile_depth = 256;      // inputs of a packed tile
 constexpr int64_t max_pass_tokens = 512; // tokens that share one dequantised tile
 constexpr int64_t int8_chunk_rows = 32;  // of many tokens' int8 product: one tile of the kernel
+constexpr uint32_t max_row_tokens = 16;
 
 struct RowChunk {
     const Product *product;
@@ -31,6 +32,14 @@ struct RowChunk {
 
 const pi_type_kernels &type_kernels(const CpuStream &stream, const Matrix &matrix) {
     return stream.kernels.type[matrix.type->kernel_index];
+}
+
+// Whether a step multiplies row by row: always where the tokens are few, and up to the width of a float tile,
+// most of which would stay empty, where there is no int8 product of many tokens.
+bool by_rows(const CpuStream &stream, const Matrix &matrix, uint32_t n_tokens) {
+    const bool many_int8 = stream.int8_activations && matrix.type->int8_activations &&
+                           type_kernels(stream, matrix).many_q8 != nullptr;
+    return n_tokens <= (many_int8 ? gemv_tokens : max_row_tokens);
 }
 
 // rows_each of a product: the rows of its chunks.
@@ -75,6 +84,24 @@ void multiply_rows(const CpuStream &stream, const RowChunk &chunk, const float *
         if (product.bias != nullptr)
             stream.kernels.add(product.bias + chunk.begin, chunk.end - chunk.begin, out);
     }
+}
+
+void multiply_by_rows(CpuStream &stream, std::span<const Product> products, const float *x,
+                      uint32_t n_tokens) {
+    const bool int8 = std::any_of(products.begin(), products.end(), [&](const Product &product) {
+        return uses_int8(stream, *product.matrix, n_tokens);
+    });
+    if (int8)
+        quantise_input(stream, x, n_tokens, products[0].matrix->n_cols);
+    const int64_t n_bytes = bytes_of(products);
+    const std::vector<RowChunk> chunks = split_rows(products, [&](const Product &product) {
+        const auto row_bytes = static_cast<int64_t>(product.matrix->row_bytes);
+        const int64_t n_rows = rows_per_chunk(stream, n_bytes, row_bytes);
+        return n_tokens == 1 ? n_rows : std::clamp(shared_bytes / row_bytes, min_chunk_rows, n_rows);
+    });
+    stream.pool.run(static_cast<int64_t>(chunks.size()), [&](int64_t index, uint32_t) {
+        multiply_rows(stream, chunks[static_cast<size_t>(index)], x, n_tokens);
+    });
 }
 
 // x [n_tokens, n_k] as panels [panel][n_k][gemm_panel], the last one padded with zeros.
@@ -276,7 +303,7 @@ int64_t rows_per_chunk(const CpuStream &stream, int64_t n_bytes, int64_t row_byt
 
 bool uses_int8(const CpuStream &stream, const Matrix &matrix, uint32_t n_tokens) {
     return stream.int8_activations && matrix.type->int8_activations &&
-           (n_tokens <= gemv_tokens || type_kernels(stream, matrix).many_q8 != nullptr);
+           (by_rows(stream, matrix, n_tokens) || type_kernels(stream, matrix).many_q8 != nullptr);
 }
 
 void quantise_input(CpuStream &stream, const float *x, uint32_t n_tokens, uint64_t n_cols,
@@ -314,20 +341,15 @@ void quantise_input(CpuStream &stream, const float *x, uint32_t n_tokens, uint64
 
 void cpu_matmul(CpuStream &stream, std::span<const Product> products, const float *x,
                 const uint32_t *positions, uint32_t n_tokens) {
-    if (n_tokens > gemv_tokens)
-        return multiply_many(stream, products, x, positions, n_tokens);
-    const bool int8 = std::any_of(products.begin(), products.end(), [&](const Product &product) {
-        return uses_int8(stream, *product.matrix, n_tokens);
-    });
-    if (int8)
-        quantise_input(stream, x, n_tokens, products[0].matrix->n_cols);
-    const int64_t n_bytes = bytes_of(products);
-    const std::vector<RowChunk> chunks = split_rows(products, [&](const Product &product) {
-        return rows_per_chunk(stream, n_bytes, static_cast<int64_t>(product.matrix->row_bytes));
-    });
-    stream.pool.run(static_cast<int64_t>(chunks.size()), [&](int64_t index, uint32_t) {
-        multiply_rows(stream, chunks[static_cast<size_t>(index)], x, n_tokens);
-    });
+    if (n_tokens <= gemv_tokens)
+        return multiply_by_rows(stream, products, x, n_tokens);
+    std::vector<Product> rows, others;
+    for (const Product &product : products)
+        (by_rows(stream, *product.matrix, n_tokens) ? rows : others).push_back(product);
+    if (!rows.empty())
+        multiply_by_rows(stream, rows, x, n_tokens);
+    if (!others.empty())
+        multiply_many(stream, others, x, positions, n_tokens);
 }
 
 void matmul_transposed(CpuStream &stream, const Matrix &matrix, uint64_t row_begin, uint64_t row_end,

@@ -53,12 +53,15 @@ struct CpuStream final : Stream {
     Scratch visible;  // [n_threads] what they see of some pages
     Scratch gate, up; // [n_tokens, n_ff]
     Scratch fired_index, fired_coef, fired_count;
-    Scratch group_index, group_coef;
+    Scratch block_starts, ranges, range_fired;
+    Scratch group_index, group_coef, group_size;
     Scratch predicted, predictor_hidden, predictor_logits;
 };
 
-// Steps of up to this many tokens multiply row by row; larger ones through packed tiles.
+// Steps of up to this many tokens multiply row by row; larger ones as the type of the weights allows.
 constexpr uint32_t gemv_tokens = 4;
+// Weights that several tokens use one after the other: as many as stay in a core's second-level cache.
+constexpr int64_t shared_bytes = 256 * 1024;
 
 // Rows of a chunk to hand to a thread, where n_bytes of weights are to be read in all.
 int64_t rows_per_chunk(const CpuStream &stream, int64_t n_bytes, int64_t row_bytes);
