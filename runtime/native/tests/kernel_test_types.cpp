@@ -6,6 +6,7 @@
 #include "src/types.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 namespace pi::test {
@@ -299,6 +300,18 @@ void test_axpy_parts(const pi_type_kernels &kernels, const Matrix &w, const std:
     expect_equal(parts.data(), whole.data(), w.n_cols, what + " axpy by columns");
 }
 
+// Not even infinity times 0 leaves a trace.
+void test_axpy_of_zeros(const pi_kernels &table) {
+    const int64_t n_rows = 6, n = 67;
+    const Floats infinite(size_of(n_rows * n), std::numeric_limits<float>::infinity());
+    const Floats zeros = {0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f};
+    Floats y(size_of(n), -0.0f);
+    const Floats before = y;
+    const pi_rows rows = {infinite.data(), n * static_cast<int64_t>(sizeof(float)), n, nullptr, n_rows};
+    table.type[PI_KT_F32].axpy(&rows, zeros.data(), 0, n, y.data());
+    expect_equal(y.data(), before.data(), n, std::string(table.name) + " axpy of zeros");
+}
+
 // The largest quants of either sign against the largest activations of one sign overflow nowhere.
 void test_extremes(const pi_type_kernels &kernels, const Layout &layout, const std::string &what) {
     const Matrix random = random_matrix(layout, 5, 512, 9);
@@ -346,6 +359,7 @@ void test_types(const pi_kernels &table) {
         test_gather(kernels, tall, what);
         test_axpy_parts(kernels, tall, what);
     }
+    test_axpy_of_zeros(table);
 }
 
 } // namespace pi::test
