@@ -64,6 +64,7 @@ class Model:
         sparse_threshold: float | None = None,
         isa: str | None = None,
         ram_budget_bytes: int | None = None,
+        cpus: tuple[int, ...] | None = None,
     ) -> Self:
         """Open a GGUF or PowerInfer-GGUF file, plan and allocate; PlanOptions explains the options.
 
@@ -82,6 +83,7 @@ class Model:
             sparse_threshold=sparse_threshold,
             isa=isa,
             ram_budget_bytes=ram_budget_bytes,
+            cpus=cpus,
         )
         return cls.open(path, options)
 
@@ -90,7 +92,7 @@ class Model:
         """Do what load does, with the options as one object."""
         file = ModelFile(path)
         try:
-            plan = plan_cpu(file.shape, options, probe())
+            plan = plan_cpu(file.shape, options, probe(cpus=options.cpus))
         except BaseException:
             file.close()
             raise

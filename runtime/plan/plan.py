@@ -85,6 +85,7 @@ class Plan:
     sparse_threshold: float | None = None  # None: the file's
     isa: str | None = None  # None: $PI_ISA, else the best one
     ram_budget_bytes: int | None = None  # what the plan was held against; None: available memory
+    cpus: tuple[int, ...] | None = None  # logical processors of the threads; None: all there are
 
     @property
     def ffn_mode(self) -> FfnMode:
@@ -167,4 +168,6 @@ def _parse(document: dict[str, Any]) -> dict[str, Any]:
         Tier(tier["max_tokens"], FfnMode[tier["ffn_mode"].upper()]) for tier in document["tiers"]
     )
     types = {key: TensorType[document[key].upper()] for key in ("kv_type", "activation_type")}
-    return {**document, "units": units, "tiers": tiers, **types}
+    cpus = document.get("cpus")
+    places = {"cpus": None if cpus is None else tuple(cpus)}
+    return {**document, "units": units, "tiers": tiers, **types, **places}
