@@ -159,7 +159,6 @@ def _command(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace) -> ConvertSettings:
-    from powerinfer_toolkit.convert.outliers import OUTLIER_RATIO
     from powerinfer_toolkit.convert.outtypes import OutType
     from powerinfer_toolkit.convert.settings import ConvertSettings
 
@@ -177,7 +176,7 @@ def _settings(args: argparse.Namespace) -> ConvertSettings:
         neuron_order=NEURON_ORDERS.get(args.neuron_order),
         imatrix=args.imatrix,
         hidden_act=Activation(args.hidden_act) if args.hidden_act else None,
-        outlier_ratio=OUTLIER_RATIO if args.outlier_ratio is None else args.outlier_ratio,
+        outlier_ratio=args.outlier_ratio,
         upstream_sidecar=args.upstream_sidecar,
         allow_nonfinite=args.allow_nonfinite,
         force=args.force,

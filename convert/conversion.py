@@ -18,7 +18,7 @@ from powerinfer_toolkit.convert.importance import ImportanceMatrix, read_importa
 from powerinfer_toolkit.convert.layout import Layout, OutputTensor, ffn_types, output_tensors
 from powerinfer_toolkit.convert.metadata import merged, output_keys
 from powerinfer_toolkit.convert.neurons import NeuronPlaces, compose
-from powerinfer_toolkit.convert.outliers import sink_layers
+from powerinfer_toolkit.convert.outliers import OUTLIER_RATIO, sink_layers
 from powerinfer_toolkit.convert.outtypes import OutType, recipe
 from powerinfer_toolkit.convert.pack import write_gguf
 from powerinfer_toolkit.convert.predictors import Predictors
@@ -148,11 +148,12 @@ def _sink_layers(
     settings: ConvertSettings, source: Source, outtype: OutType | None, dialect: Dialect | None
 ) -> frozenset[int]:
     """Return whose ffn_down_t stays in 16 bits; weights are read only where that can be."""
-    if outtype is None or dialect is None or not settings.outlier_ratio:
+    ratio = OUTLIER_RATIO if settings.outlier_ratio is None else settings.outlier_ratio
+    if outtype is None or dialect is None or not ratio:
         return frozenset()
     if not any(is_packed(wanted) for wanted in recipe(outtype).types_of(Tensor.FFN_DOWN)):
         return frozenset()
-    return sink_layers(source, settings.outlier_ratio)
+    return sink_layers(source, ratio)
 
 
 def open_source(settings: ConvertSettings) -> Source:

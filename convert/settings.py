@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powerinfer_toolkit.convert.dialect import RequestedDialect
-from powerinfer_toolkit.convert.outliers import OUTLIER_RATIO
 from powerinfer_toolkit.convert.outtypes import OutType
 from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.gguf_format import Activation, NeuronOrder
@@ -18,7 +17,7 @@ class ConvertSettings:
 
     `activation_tokens` is the number of tokens the counts were taken over, None: as their file says.
     `hidden_act` is the activation of a model file that does not say. ffn_down_t with a weight of `outlier_ratio`
-    times its root mean square stays in 16 bits (convert/outliers.py); 0 quantises all.
+    times its root mean square stays in 16 bits (convert/outliers.py has the default); 0 quantises all.
     """
 
     source: str
@@ -32,7 +31,7 @@ class ConvertSettings:
     neuron_order: NeuronOrder | None = None
     imatrix: Path | None = None
     hidden_act: Activation | None = None
-    outlier_ratio: float = OUTLIER_RATIO
+    outlier_ratio: float | None = None
     upstream_sidecar: bool = False
     allow_nonfinite: bool = False
     force: bool = False
@@ -41,14 +40,20 @@ class ConvertSettings:
         """Refuse options without what they need (UsageError)."""
         if self.activation_tokens is not None and self.activation_tokens < 1:
             raise UsageError("--activation-tokens must be positive", hint="leave it out if unknown")
-        if not self.outlier_ratio >= 0:
-            raise UsageError("--outlier-ratio must not be negative", hint="0 quantises all")
+        if self.outlier_ratio is not None and not self.outlier_ratio >= 0:
+            raise UsageError(
+                f"--outlier-ratio is {self.outlier_ratio}, not 0 or more", hint="0 quantises all"
+            )
         if self.activations is None and self.activation_tokens is not None:
             raise UsageError("--activation-tokens needs --activations", hint="name the counts")
         if self.predictors is not None and self.drop_predictors:
             raise UsageError("--predictors and --no-predictors exclude each other", hint="take one")
-        if self.is_file and self.imatrix is not None and self.outtype is None:
-            raise UsageError("--imatrix needs --outtype", hint="types are kept without it")
+        for option, given in (
+            ("--imatrix", self.imatrix is not None),
+            ("--outlier-ratio", self.outlier_ratio is not None),
+        ):
+            if given and self.is_file and self.outtype is None:
+                raise UsageError(f"{option} needs --outtype", hint="types are kept without it")
         for option, given in (
             ("--hidden-act", self.hidden_act is not None),
             ("--no-predictors", self.drop_predictors),

@@ -44,6 +44,7 @@ def _sparse(run: Run) -> ConvertSettings:
         predictors=run.predictors,
         activations=run.statistics / FILE_NAME,
         neuron_order=NEURON_ORDERS[section.neuron_order],
+        outlier_ratio=section.outlier_ratio,
         upstream_sidecar=section.upstream_sidecar,
         **_common(run),
     )

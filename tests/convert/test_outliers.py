@@ -76,7 +76,16 @@ def test_a_model_file_is_looked_at_too(types_of, pi_convert, tmp_path):
     assert types["blk.1.ffn_down_t.weight"] == F16
 
 
-def test_negative_ratio(pi_convert, tmp_path):
-    code, _, err = pi_convert("nothing", tmp_path / "out.gguf", "--outlier-ratio", "-1")
+@pytest.mark.parametrize("ratio", ["-1", "nan"])
+def test_a_ratio_that_cannot_be(ratio, pi_convert, tmp_path):
+    code, _, err = pi_convert("nothing", tmp_path / "out.gguf", "--outlier-ratio", ratio)
     assert code == 2
-    assert "error: --outlier-ratio must not be negative" in err
+    assert f"error: --outlier-ratio is {float(ratio)}, not 0 or more" in err
+
+
+def test_a_ratio_where_types_are_kept(types_of, pi_convert, tmp_path):
+    types_of({1: 25}, outtype="f16", output=tmp_path / "f16.gguf")
+    code, _, err = pi_convert(tmp_path / "f16.gguf", tmp_path / "q.gguf", "--outlier-ratio", "10")
+    assert code == 2
+    assert "error: --outlier-ratio needs --outtype" in err
+    assert not (tmp_path / "q.gguf").exists()
