@@ -101,7 +101,9 @@ def missing_texts(settings: dict[str, Any]) -> list[str]:
     """Return the local texts that are not there; those that the run itself makes do not count."""
     named = {source.path for values in settings.values() for source in sources(values)}
     paths = sorted(path for path in named if path and OUTPUT_DIR not in path)
-    return [path for path in paths if not glob.glob(path, recursive=True)]
+    return [
+        path for path in paths if not Path(path).is_file() and not glob.glob(path, recursive=True)
+    ]
 
 
 def missing_models(settings: dict[str, Any]) -> list[str]:

@@ -94,7 +94,11 @@ def test_the_hubs_records_are_read_as_local_ones(monkeypatch):
         ("a.jsonl", b'{"messages": "x"}\n', "chat template fails"),
         ("a.jsonl", b"\xff\xfe\n", "not UTF-8"),
         ("a.txt", b"\xff\xfe", "not UTF-8"),
-        ("a.txt.xz", b"none", "not UTF-8"),
+        ("a.txt.xz", b"none", "a.txt.xz is damaged"),
+        ("a.txt.gz", b"none", "a.txt.gz is damaged"),
+        ("a.jsonl.bz2", b"none", "a.jsonl.bz2 is damaged"),
+        ("a.txt.gz", gzip.compress(b"text" * 9)[:-9], "a.txt.gz is damaged"),
+        ("a.txt.gz", gzip.compress(b"text")[:10] + b"\xff" * 20, "a.txt.gz is damaged"),
         ("a.parquet", b"none", "not parquet"),
     ],
 )
@@ -102,6 +106,28 @@ def test_faulty_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(PiError, match=message):
         read(path=str(tmp_path / name))
+
+
+def test_a_name_with_the_signs_of_a_pattern(tmp_path):
+    (tmp_path / "a[1].txt").write_text("one")
+    (tmp_path / "a1.txt").write_text("two")
+    assert read(path=str(tmp_path / "a[1].txt")) == ["one"]
+    assert read(path=str(tmp_path / "a[!2].txt")) == ["two"]
+
+
+def test_a_template_that_refuses_a_chat(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "</s>": 1}, [])),
+        eos_token="</s>",
+        chat_template="{{ raise_exception('roles must alternate') }}",
+    )
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    source = DataSource(path=str(tmp_path / "a.jsonl"))
+    template = blocks.text_encoder(tokenizer, None).chat_template
+    with pytest.raises(PiError, match="line 1: the chat template fails: roles must alternate"):
+        list(documents.read_documents(source, template))
 
 
 def test_no_file():

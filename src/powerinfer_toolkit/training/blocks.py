@@ -68,7 +68,12 @@ def text_encoder(tokenizer: Any, separator_token: str | None) -> TextEncoder:  #
         return ids
 
     def chat_template(messages: list[dict[str, str]]) -> str:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        from jinja2 import TemplateError  # a requirement of torch
+
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except TemplateError as failure:
+            raise ValueError(str(failure)) from failure
 
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     fingerprint = hashlib.sha256(vocabulary).hexdigest()

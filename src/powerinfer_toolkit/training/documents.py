@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import glob
 import gzip
 import itertools
 import json
 import lzma
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +26,12 @@ ChatTemplate = Callable[[list[dict[str, str]]], str]
 
 
 def local_files(source: DataSource) -> list[Path]:
-    """Return the files of a local source, sorted by name. Raises PiError where there are none."""
+    """Return the files of a local source, sorted by name. Raises PiError where there are none.
+
+    A file of exactly this name is meant itself, whatever of its name could be a pattern.
+    """
+    if Path(source.path).is_file():
+        return [Path(source.path)]
     files = [Path(name) for name in sorted(glob.glob(source.path, recursive=True))]
     files = [path for path in files if path.is_file()]
     if not files:
@@ -64,24 +71,37 @@ def _open(path: Path) -> IO[str]:
     return stream
 
 
-def _text_documents(path: Path, separator: str) -> Iterator[tuple[str, str]]:
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what text and its decompression raise into PiError."""
     try:
-        with _open(path) as stream:
-            text = stream.read()
-    except (UnicodeDecodeError, lzma.LZMAError, EOFError) as failure:
-        raise PiError(f"{path} is not UTF-8 text: {failure}") from failure
+        yield
+    except UnicodeDecodeError as failure:
+        raise PiError(
+            f"{path} is not UTF-8 text: {failure}",
+            hint="give a text in UTF-8; iconv converts others",
+        ) from failure
+    except (lzma.LZMAError, zlib.error, EOFError) as failure:
+        raise PiError(f"{path} is damaged: {failure}", hint="get the file again") from failure
+    except OSError as failure:
+        if failure.errno is not None:
+            raise
+        damage = f"{path} is damaged: {failure}"  # as gzip and bz2 say it
+        raise PiError(damage, hint="get the file again") from failure
+
+
+def _text_documents(path: Path, separator: str) -> Iterator[tuple[str, str]]:
+    with _readable(path), _open(path) as stream:
+        text = stream.read()
     for part in text.split(separator) if separator else (text,):
         yield str(path), part
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, Record]]:
-    try:
-        with _open(path) as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield f"{path}, line {number}", _json_object(line, f"{path}, line {number}")
-    except (UnicodeDecodeError, lzma.LZMAError, EOFError) as failure:
-        raise PiError(f"{path} is not UTF-8 text: {failure}") from failure
+    with _readable(path), _open(path) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield f"{path}, line {number}", _json_object(line, f"{path}, line {number}")
 
 
 def _json_object(line: str, where: str) -> Record:
