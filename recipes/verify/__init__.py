@@ -7,7 +7,14 @@ from typing import Any
 
 from powerinfer_toolkit.recipes.verify.settings import VerifySettings
 
-__all__ = ["VerifySettings", "verify"]
+__all__ = ["VerifySettings", "check_device", "verify"]
+
+
+def check_device(name: str) -> None:
+    """Refuse a device for the checkpoint that is not here or does not compute. Raises UsageError."""
+    from powerinfer_toolkit.recipes.verify import torch_side  # needs torch
+
+    torch_side.check_device(name)
 
 
 def verify(checkpoint: str | Path, path: Path, settings: VerifySettings) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from powerinfer_toolkit.recipes.verify.limits import (
 )
 from powerinfer_toolkit.recipes.verify.settings import VerifySettings
 from powerinfer_toolkit.recipes.verify.texts import Window, read_windows
-from powerinfer_toolkit.recipes.verify.torch_side import TorchSide
+from powerinfer_toolkit.recipes.verify.torch_side import TorchSide, check_device
 from powerinfer_toolkit.runtime import perplexity
 from powerinfer_toolkit.runtime.model import Model
 from powerinfer_toolkit.runtime.model_file import ModelFile
@@ -43,17 +43,19 @@ STEPS = 32  # tokens that are computed one by one
 
 def compare(checkpoint: str | Path, path: Path, settings: VerifySettings) -> dict[str, Any]:
     """Do what verify() promises."""
+    check_device(settings.device)
     local, weights = locate(str(checkpoint)), FileWeights(path)
     weights.check_shapes(local.path)
     source = _checked_source(weights, local, settings)
     trained = _trained(weights, settings)
     tokenizer = load_tokenizer(local)
     windows = read_windows(settings, text_encoder(tokenizer, settings.separator_token))
+    _check_lengths(windows, weights.config.n_ctx)
     mode = FfnMode.EXACT if weights.is_sparse else FfnMode.DENSE
     with (
-        _torch_threads(settings.threads),
         _open(path, settings, windows, mode) as ours,
         _open_predicted(path, settings, windows) as predicted,
+        _torch_threads(settings.threads),  # a number that the engine has not refused
     ):
         theirs = TorchSide(str(checkpoint), weights.is_sparse, settings)
         comparison = Comparison(ours, theirs, windows, _limits(ours, weights, settings))
@@ -218,6 +220,15 @@ def _checked_source(
             hint="name the checkpoint that it was made from; --check_source false compares all the same",
         )
     return {"sha256": recorded, "matches": matches}
+
+
+def _check_lengths(windows: list[Window], n_ctx: int) -> None:
+    longest = max(map(len, windows))
+    if longest > n_ctx:
+        raise UsageError(
+            f"windows of {longest} tokens are above the {n_ctx} that the model was trained for",
+            hint=f"--max_length {n_ctx}",
+        )
 
 
 def _trained(weights: FileWeights, settings: VerifySettings) -> PredictorMatrices | None:

@@ -35,6 +35,11 @@ ROUNDING_ERROR = {
     TensorType.Q2_K: 0.297,
 }
 HEAVY_TAILS = 3.0  # real rows have outliers, which widen the steps of their blocks
+TORCH_DTYPES = {  # what the checkpoint's weights are rounded to
+    "float32": TensorType.F32,
+    "bfloat16": TensorType.BF16,
+    "float16": TensorType.F16,
+}
 FLOAT32_ERROR = 1e-6  # of a weight that was float64, or that bfloat16 arithmetic did not touch
 # A relative error of the weights scatters log-probabilities by so many times itself, in nats: a dozen matrices one
 # after the other, each with noise of its own, and logits that differ by several nats. Measured on SmolLM2-135M: 9
@@ -82,8 +87,9 @@ class Limits:
             kl += INT8_KL
         total = sum(elements.values())
         square = sum(n * ROUNDING_ERROR[TensorType[name]] ** 2 for name, n in elements.items())
+        rounded = ROUNDING_ERROR[TORCH_DTYPES[torch_dtype]]
         weights = {
-            t.name: HEAVY_TAILS * ROUNDING_ERROR[t] + FLOAT32_ERROR
+            t.name: HEAVY_TAILS * (ROUNDING_ERROR[t] + rounded) + FLOAT32_ERROR
             for t in types | {TensorType.F32}
         }
         return cls(logits, kl, kl + GAIN**2 * square / total / 2, weights)

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.recipes.verify.file_weights import FileWeights, PredictorMatrices, Values
 from powerinfer_toolkit.recipes.verify.settings import VerifySettings
 from powerinfer_toolkit.train_predictor.masking import masked
@@ -22,6 +23,17 @@ from powerinfer_toolkit.training.checkpoint import (
 )
 
 _HEAD = "lm_head.weight"
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that is not here or does not compute. Raises UsageError."""
+    try:
+        torch.ones(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as failure:
+        raise UsageError(
+            f"torch cannot compute on device {name!r} here",
+            hint=f"cpu works anywhere; CUDA devices that torch sees: {torch.cuda.device_count()}",
+        ) from failure
 
 
 class TorchSide:

@@ -219,6 +219,14 @@ def test_predictors_that_the_file_does_not_have(sparse, text):
         verify(sparse, path, settings(text, predictors=str(sparse / "predictors")))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_that_torch_rounds(sparse, predicted, text, dtype):
+    """The checkpoint is float32, and so is the file."""
+    report = verify(sparse, predicted, settings(text, torch_dtype=dtype))
+    assert failed(report) == []
+    assert 0 < report["weight_errors"]["F32"] < {"bfloat16": 2**-8, "float16": 2**-11}[dtype]
+
+
 def test_the_command(sparse, predicted, text, capsys, tmp_path):
     flags = ["-f", text, "--max_length", 64, "--max_tokens", 300, "--threads", 1]
     said = run_command(pi_verify, capsys, sparse, predicted, *flags)
@@ -243,6 +251,9 @@ def test_the_command(sparse, predicted, text, capsys, tmp_path):
         (["-f", "{text}", "--max_length", "1"], 2, "nothing to predict"),
         (["-f", "{text}.missing"], 1, "No such file"),
         (["-f", "{text}", "--max_length", "4096"], 2, "above the 256"),
+        (["-f", "{text}", "--max_length", "4096"], 2, "hint: --max_length 256"),
+        (["-f", "{text}", "--device", "meta"], 2, "cannot compute on device 'meta'"),
+        (["-f", "{text}", "--max_length", "64", "--threads", "100000"], 2, "is out of range"),
     ],
 )
 def test_settings_that_are_refused(sparse, predicted, text, capsys, flags, code, said):
