@@ -32,10 +32,18 @@ class ConvertSection:
         "auto", "format of the sparse file", choices=("auto", *(str(d) for d in Dialect))
     )
     neuron_order: str = setting("hot-first", "order of the neurons", choices=tuple(NEURON_ORDERS))
+    outlier_ratio: float | None = setting(
+        None, "--outlier-ratio of the sparse file; none: pi-convert's default"
+    )
     upstream_sidecar: bool = setting(
         False, "also write the counts as PowerInfer's solver reads them"
     )
     allow_nonfinite: bool = setting(False, "convert weights that are NaN or infinite")
+
+    def __post_init__(self) -> None:
+        """Refuse a ratio that cannot be meant (UsageError)."""
+        if self.outlier_ratio is not None and self.outlier_ratio < 0:
+            raise UsageError(f"outlier_ratio is {self.outlier_ratio}", hint="0 quantises all")
 
 
 def schemas() -> dict[str, type]:
@@ -127,7 +135,7 @@ def read(named: str, flags: Mapping[str, Mapping[str, str]] | None = None) -> Re
         given = (flags or {}).get(stage, {})
         if stage in content:
             where = f"{path}: {stage}"
-            settings[stage] = schema.resolve(found, content[stage] or {}, given, where)
+            settings[stage] = schema.resolve(found, content[stage] or {}, given, where, stage)
         elif given:
             raise UsageError(f"--{stage}.{next(iter(given))}: {path} has no section {stage}")
     name = content.get("name") or name

@@ -19,6 +19,7 @@ from powerinfer_toolkit.recipes.progress import Progress
 from powerinfer_toolkit.recipes.recipe import Recipe
 from powerinfer_toolkit.recipes.results import Results, collect
 from powerinfer_toolkit.recipes.stages import CARD, RECIPE, STAGES, Run, manifest
+from powerinfer_toolkit.recipes.verify import check_device
 from powerinfer_toolkit.runtime import native_lib
 
 
@@ -65,6 +66,7 @@ def _check_inputs(recipe: Recipe) -> None:
         )
     if "verify" in recipe.settings:
         native_lib.load()
+        check_device(recipe.settings["verify"].device)
 
 
 def _from(recipe: Recipe, stage: str) -> list[str]:

@@ -180,6 +180,8 @@ def manifest(run: Run, stage: str, progress: Progress) -> Manifest:
         for key, value in to_mapping(run.recipe.settings[stage]).items()
         if key not in FREE
     }
+    if stage == "convert":
+        kept["name"] = run.recipe.name  # its files are called so
     return Manifest(KIND, origins, kept)
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.settings import setting
 
 SYLLABLES = ("ba", "du", "fe", "go", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu", "ve", "wi")
 END_OF_TEXT = "<|endoftext|>"
+N_HEADS = 4
 N_WORDS, N_FOLLOWERS = 64, 6  # the language: after a word comes one of a few
 
 
@@ -24,6 +26,16 @@ class SyntheticSettings:
     num_hidden_layers: int = setting(2, "layers")
     documents: int = setting(400, "documents of text, of 40 to 120 words")
     seed: int = setting(0, "seed of weights and text")
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no model can have (UsageError)."""
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "documents"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}", hint="give 1 or more")
+        if self.hidden_size % (2 * N_HEADS):  # RoPE turns pairs within a head
+            raise UsageError(
+                f"hidden_size is {self.hidden_size}", hint=f"give a multiple of {2 * N_HEADS}"
+            )
 
 
 def make(settings: SyntheticSettings, folder: Path) -> None:
@@ -74,7 +86,7 @@ def _model(settings: SyntheticSettings, n_vocab: int) -> Any:  # noqa: ANN401
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
         num_hidden_layers=settings.num_hidden_layers,
-        num_attention_heads=4,
+        num_attention_heads=N_HEADS,
         num_key_value_heads=2,
         max_position_embeddings=256,
         initializer_range=0.1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,12 +92,28 @@ def read_yaml(path: Path, section: str = "") -> dict[str, Any]:
     return content
 
 
-def resolve(schema: type[S], values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> S:
-    """Return the settings of `values` (from `where`) with `flags` before them. Raises UsageError."""
+def resolve(
+    schema: type[S],
+    values: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    where: str,
+    section: str = "",
+) -> S:
+    """Return the settings of `values` (from `where`) with `flags` before them. Raises UsageError.
+
+    What is wrong with the settings of a section is said with the section's name: others have the same keys.
+    """
     converted = _convert_all(schema, values, where)
+    where_flags = f"flags: {section}" if section else "flags"
     for name, text in flags.items():
-        converted |= _convert_all(schema, {name: _parse_flag(schema, name, text)}, "flags")
-    return schema(**converted)
+        value = _parse_flag(schema, name, text, section)
+        converted |= _convert_all(schema, {name: value}, where_flags)
+    try:
+        return schema(**converted)
+    except UsageError as failure:
+        if section:
+            raise UsageError(f"{section}: {failure.message}", hint=failure.hint) from failure
+        raise
 
 
 def to_yaml(settings: Any) -> str:  # noqa: ANN401 - any dataclass
@@ -159,7 +176,7 @@ def unknown_key(name: str, known: Iterable[str], where: str) -> UsageError:
     return UsageError(f"{where}: unknown key {name}", hint=hint)
 
 
-def _parse_flag(schema: type, name: str, text: str) -> Any:  # noqa: ANN401
+def _parse_flag(schema: type, name: str, text: str, section: str) -> Any:  # noqa: ANN401
     """Return a flag's value: text as it is for text, YAML for everything else."""
     kind = dict((field.name, kind) for field, kind in _fields(schema))[name]
     if str in _alternatives(kind):
@@ -169,7 +186,7 @@ def _parse_flag(schema: type, name: str, text: str) -> Any:  # noqa: ANN401
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as failure:
-        raise UsageError(f"--{name}: {text!r} is not YAML: {failure}") from failure
+        raise UsageError(f"--{_flag(name, section)}: {text!r} is not YAML: {failure}") from failure
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:  # noqa: ANN401
@@ -219,8 +236,10 @@ def _convert_scalar(value: Any, kind: type, where: str) -> Any:  # noqa: ANN401
         raise failure
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # an integer may have more digits than a float holds
         raise failure from None
+    if math.isnan(number):  # no comparison with a limit would refuse it
+        raise failure
     if kind is float:
         return number
     if not number.is_integer():  # nor are infinity and nan

@@ -136,7 +136,13 @@ def test_flags_go_before_the_file(run):
         (["smoke", "--relufy.max_stesp", "3"], "did you mean --relufy.max_steps?"),
         (["smoke", "--relufy.max_steps", "many"], "max_steps is 'many', not integer"),
         (["mistral-7b/drelu", "--convert.outtype", "f16"], "has no section convert"),
-        (["smoke", "--convert.outtype", "q9"], "outtype is 'q9'"),
+        (["smoke", "--convert.outtype", "q9"], "flags: convert: outtype is 'q9'"),
+        (["smoke", "--profile.max_length", "0"], "profile: max_length is 0"),
+        (["smoke", "--verify.max_kl", "nan"], "flags: verify: max_kl is 'nan', not number"),
+        (["smoke", "--relufy.dataset_mixture", "[a"], "--relufy.dataset_mixture: '[a' is not YAML"),
+        (["smoke", "--synthetic.documents", "0"], "synthetic: documents is 0"),
+        (["smoke", "--synthetic.hidden_size", "63"], "synthetic: hidden_size is 63"),
+        (["smoke", "--convert.outlier_ratio", "-1"], "convert: outlier_ratio is -1.0"),
     ],
 )
 def test_wrong_command_lines(words, said, run):

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from powerinfer_toolkit.errors import ExitCode, PiError, UsageError
+from powerinfer_toolkit.recipes import catalog
 from powerinfer_toolkit.recipes import recipe as recipes
 from powerinfer_toolkit.recipes.run import run_recipe
 from powerinfer_toolkit.runtime import Model
@@ -164,6 +165,20 @@ def test_other_settings_are_refused_and_redone(copied, capsys):
     assert [path.name for path in (copied / "model").glob("*.gguf")] == ["smoke-reglu-f16.gguf"]
     assert results.rows[1].file == "smoke-reglu-f16.gguf"
     assert "relufy is finished already" in capsys.readouterr().err
+
+
+def test_another_name_is_refused(copied, tmp_path):
+    """Files are called as the recipe is."""
+    renamed = tmp_path / "mine.yaml"
+    renamed.write_bytes(catalog.find("smoke")[1].read_bytes())
+    with pytest.raises(UsageError, match=r"convert in .* was begun with other name"):
+        run_recipe(recipes.read(str(renamed)), copied)
+
+
+def test_a_device_that_is_not_here_is_refused_before_training(tmp_path):
+    with pytest.raises(UsageError, match="cannot compute on device 'meta'"):
+        run_recipe(smoke(verify__device="meta"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_other_inputs_are_refused(copied):
