@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from powerinfer_toolkit.artifact import writing
 from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.settings import setting
 
@@ -45,8 +46,10 @@ def make(settings: SyntheticSettings, folder: Path) -> None:
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "text.jsonl").write_text(lines, encoding="utf-8")
     tokenizer = _tokenizer()
-    tokenizer.save_pretrained(folder)
-    _model(settings, len(tokenizer)).save_pretrained(folder)
+    model = _model(settings, len(tokenizer))
+    with writing(folder):
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
 
 
 def documents(settings: SyntheticSettings) -> list[str]:

@@ -19,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from powerinfer_toolkit import console
+from powerinfer_toolkit import artifact, console
 from powerinfer_toolkit.convert.relufy import checkpoints, mixture
 from powerinfer_toolkit.convert.relufy.evaluate import Evaluation, evaluate
 from powerinfer_toolkit.convert.relufy.graphed import GraphedPass
@@ -186,7 +186,8 @@ class RelufyTrainer(Trainer):
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ANN401
-        super()._save_checkpoint(model, trial)
+        with artifact.writing(Path(self.args.output_dir)):
+            super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"

@@ -6,6 +6,8 @@ import gzip
 import itertools
 import json
 import lzma
+import resource
+import signal
 
 import numpy as np
 import pytest
@@ -175,6 +177,21 @@ def test_tokens_are_made_once(tmp_path):
     write_lines(tmp_path / "a.jsonl", DOCUMENTS[1:])
     with pytest.raises(AssertionError, match="tokenised again"):
         again.make()
+
+
+def test_a_full_disk_leaves_no_tokens(tmp_path):
+    changes = {"dataset_mixture": [DataSource(write_lines(tmp_path / "a.jsonl", DOCUMENTS * 9))]}
+    store = TokenStore(settings(tmp_path, **changes), ENCODER, tmp_path / "tokens")
+    limits, action = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            store.make()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, action)
+    assert list((tmp_path / "tokens").iterdir()) == []
 
 
 def test_at_most_so_many_documents_are_read(tmp_path):

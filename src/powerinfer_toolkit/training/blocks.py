@@ -180,9 +180,7 @@ class TokenStore:
             random.Random(self.settings.seed).shuffle(documents)
             packed = pack(documents, self.settings.max_length)
             with artifact.new_file(self._path(source, split), force=True) as path:
-                with_suffix = path.with_suffix(".npy")  # numpy would add it
-                np.save(with_suffix, packed)
-                with_suffix.rename(path)
+                _save(path, packed)
         counts = ", ".join(f"{sum(map(len, splits[split])):,} {split}" for split in splits)
         console.info(f"{source.name}: tokens {counts}")
 
@@ -205,6 +203,14 @@ class TokenStore:
         }
         key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
         return self.folder / f"{key}.{split}.npy"
+
+
+def _save(path: Path, blocks: Blocks) -> None:
+    """Write an .npy file of any name; unlike numpy's own, a write that fails says why."""
+    with path.open("wb") as stream:
+        header = np.lib.format.header_data_from_array_1_0(blocks)
+        np.lib.format.write_array_header_1_0(stream, header)
+        stream.write(np.ascontiguousarray(blocks).data)
 
 
 def held_out_blocks(store: TokenStore, split: Split, n_blocks: int) -> Blocks:
