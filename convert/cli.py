@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -155,7 +156,7 @@ def _command(args: argparse.Namespace) -> None:
     describe(conversion)
     if not args.dry_run:
         conversion.write()
-        console.info(f'next: pi-run -m {settings.output} -p "Once upon a time"')
+        console.info(f'next: pi-run -m {shlex.quote(str(settings.output))} -p "Once upon a time"')
 
 
 def _settings(args: argparse.Namespace) -> ConvertSettings:

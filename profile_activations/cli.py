@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from powerinfer_toolkit import cli, console
+from powerinfer_toolkit.artifact import only_run
 from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.profile_activations.settings import ProfileSettings
 from powerinfer_toolkit.settings import add_flags, given_flags, read_yaml, resolve
@@ -73,10 +75,11 @@ def _command(args: argparse.Namespace) -> None:
 
     if (args.output / FILE_NAME).exists() and not args.force:
         raise PiError(f"{args.output / FILE_NAME} exists already", hint="--force replaces it")
-    statistics = profile(args.model, args.output, settings)
+    with only_run(args.output):
+        statistics = profile(args.model, args.output, settings)
     console.info(
         f"{statistics.n_tokens} tokens, {statistics.zero_share().mean():.2%} zeros; "
-        f"next: pi-profile report {args.output}"
+        f"next: pi-profile report {shlex.quote(str(args.output))}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def _cp(args: argparse.Namespace) -> None:
 
     _, path = catalog.find(args.recipe)
     copy(path, args.file)
-    console.info(f"next: edit {args.file}, then pi-recipe validate {args.file}")
+    console.info(f"next: edit {args.file}, then pi-recipe validate {shlex.quote(str(args.file))}")
 
 
 def _validate(args: argparse.Namespace) -> None:

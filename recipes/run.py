@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from powerinfer_toolkit import console
-from powerinfer_toolkit.artifact import new_file
+from powerinfer_toolkit.artifact import new_file, only_run
 from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.recipes import card
 from powerinfer_toolkit.recipes.checks import check, missing_models, missing_packages, missing_texts
@@ -32,6 +33,11 @@ def run_recipe(recipe: Recipe, output_dir: Path, *, restart: str | None = None) 
     """
     check(recipe)
     _check_inputs(recipe)
+    with only_run(output_dir):
+        return _run_stages(recipe, output_dir, restart)
+
+
+def _run_stages(recipe: Recipe, output_dir: Path, restart: str | None) -> Results | None:
     run, progress = Run.of(recipe, output_dir), Progress(output_dir)
     if _is_main():
         progress.open()
@@ -46,7 +52,7 @@ def run_recipe(recipe: Recipe, output_dir: Path, *, restart: str | None = None) 
     results = collect(run)
     _write(run.model.parent / RECIPE, recipe.to_yaml())
     _write(run.model.parent / CARD, card.to_text(run, results))
-    console.info(f"next: pi-run -m {run.model}")
+    console.info(f"next: pi-run -m {shlex.quote(str(run.model))}")
     return results
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from powerinfer_toolkit import cli, console
+from powerinfer_toolkit.artifact import only_run
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.settings import add_flags, given_flags, read_yaml, resolve
 from powerinfer_toolkit.train_predictor.settings import PredictorSettings
@@ -56,10 +58,13 @@ def _command(args: argparse.Namespace) -> None:
     if (args.output / "config.json").exists() and not args.force:
         raise PiError(f"{args.output} holds predictors already", hint="--force replaces them")
     statistics = ActivationStatistics.load(args.statistics)
-    result = train_predictors(args.model, statistics, args.output, settings)
+    with only_run(args.output):
+        result = train_predictors(args.model, statistics, args.output, settings)
     if speaks():
         print(to_table(result.measures, result.ranks))
-    console.info(f"next: pi-convert {args.model} OUT.gguf --predictors {args.output}")
+    console.info(
+        f"next: pi-convert {shlex.quote(args.model)} OUT.gguf --predictors {shlex.quote(str(args.output))}"
+    )
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from powerinfer_toolkit import cli, console
 from powerinfer_toolkit import settings as schema
+from powerinfer_toolkit.artifact import only_run
 from powerinfer_toolkit.convert.relufy.settings import RelufySettings, check
 from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.training import calm_libraries
@@ -68,7 +70,8 @@ def _command(args: argparse.Namespace) -> None:
     if not args.verbose:
         calm_libraries()
     console.detail(schema.to_yaml(settings))
-    folder = relufy(settings, restart=args.restart)
+    with only_run(Path(settings.output_dir)):
+        folder = relufy(settings, restart=args.restart)
     if not rank:
         print(folder)
-        console.info(f"next: pi-convert {folder} MODEL.gguf")
+        console.info(f"next: pi-convert {shlex.quote(str(folder))} MODEL.gguf")

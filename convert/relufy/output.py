@@ -43,7 +43,7 @@ class Output:
         """
         path = self.folder / SETTINGS
         if path.exists() and restart:
-            shutil.rmtree(self.folder)
+            self._empty()
         if path.exists():
             self._compare(path)
         elif self.folder.exists() and any(self.folder.iterdir()):
@@ -55,6 +55,14 @@ class Output:
         with artifact.new_file(path, force=True) as temporary:
             temporary.write_text(to_yaml(self.settings), encoding="utf-8")
         checkpoints.remove_broken(self.checkpoints)
+
+    def _empty(self) -> None:
+        """Remove what lies in the directory; itself it may be locked."""
+        for entry in self.folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
 
     def _compare(self, path: Path) -> None:
         try:
@@ -75,7 +83,8 @@ class Output:
         temporary = self.folder / ".checkpoint.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        yield temporary
+        with artifact.writing(self.folder):
+            yield temporary
         for path in sorted(temporary.iterdir()):
             os.replace(path, self.folder / path.name)
         temporary.rmdir()

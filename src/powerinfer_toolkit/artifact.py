@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ from powerinfer_toolkit import __version__
 from powerinfer_toolkit.errors import PiError
 
 MANIFEST_SCHEMA = 1
+# How safetensors and tokenizers (Rust), and torch.save, say in exceptions of their own that a write failed.
+DISK_FAILURES = ("(os error ", "PytorchStreamWriter", "inline_container")
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,49 @@ def check_target(path: Path, *, force: bool) -> None:
 
 
 @contextlib.contextmanager
+def only_run(directory: Path) -> Iterator[None]:
+    """Make `directory` and refuse a second run in it meanwhile (PiError), on disks that have locks.
+
+    The lock is the directory's own and ends with the process, however that ends. Of a launch with several processes
+    the first one holds it.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # where there are no locks
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as failure:
+                raise PiError(
+                    f"another run is at work in {directory}",
+                    hint="wait for its end, or name another directory",
+                ) from failure
+        yield
+    finally:
+        os.close(number)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what libraries raise where `path` cannot be written, a full disk for example, into PiError."""
+    try:
+        yield
+    except (OSError, PiError):
+        raise
+    except Exception as failure:
+        why = str(failure)
+        if not any(sign in why for sign in DISK_FAILURES):
+            raise
+        raise PiError(
+            f"cannot write {path}: {why.splitlines()[0]}",
+            hint="check the path, its permissions and the free space on its disk",
+        ) from failure
+
+
+@contextlib.contextmanager
 def new_file(path: Path, *, force: bool) -> Iterator[Path]:
     """Yield a temporary name beside `path`; its file is flushed to disk and takes `path`'s place at the end.
 
@@ -94,7 +140,8 @@ def new_file(path: Path, *, force: bool) -> Iterator[Path]:
     check_target(path, force=force)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
+        with writing(path):
+            yield temporary
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
         os.replace(temporary, path)

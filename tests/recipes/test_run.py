@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 import torch
 from safetensors import safe_open
 
+from powerinfer_toolkit.artifact import only_run
 from powerinfer_toolkit.errors import ExitCode, PiError, UsageError
 from powerinfer_toolkit.recipes import catalog
 from powerinfer_toolkit.recipes import recipe as recipes
@@ -165,6 +166,12 @@ def test_other_settings_are_refused_and_redone(copied, capsys):
     assert [path.name for path in (copied / "model").glob("*.gguf")] == ["smoke-reglu-f16.gguf"]
     assert results.rows[1].file == "smoke-reglu-f16.gguf"
     assert "relufy is finished already" in capsys.readouterr().err
+
+
+def test_two_runs_in_one_directory(tmp_path):
+    with only_run(tmp_path), pytest.raises(PiError, match="another run is at work"):
+        run_recipe(smoke(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_name_is_refused(copied, tmp_path):

@@ -1,11 +1,22 @@
 """Manifests, and writes that leave nothing half done."""
 
 import dataclasses
+import resource
+import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from powerinfer_toolkit.artifact import Manifest, Origin, check_target, new_directory, new_file
+from powerinfer_toolkit.artifact import (
+    Manifest,
+    Origin,
+    check_target,
+    new_directory,
+    new_file,
+    only_run,
+    writing,
+)
 from powerinfer_toolkit.errors import PiError
 
 MANIFEST = Manifest(
@@ -80,3 +91,66 @@ def test_new_directory_stays_only_with_content(tmp_path):
     with new_directory(tmp_path / "full") as path:
         (path / "file").touch()
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_second_run_in_a_directory_is_refused(tmp_path):
+    folder = tmp_path / "a" / "out"
+    with only_run(folder):
+        with pytest.raises(PiError, match=r"another run is at work in .*out"), only_run(folder):
+            pass
+        with only_run(tmp_path / "other"):
+            pass
+    with only_run(folder):  # the lock ends with the run
+        pass
+    assert list(folder.iterdir()) == []
+
+
+def test_other_processes_of_a_launch_pass(tmp_path, monkeypatch):
+    with only_run(tmp_path):
+        monkeypatch.setenv("RANK", "1")
+        with only_run(tmp_path):
+            pass
+
+
+def test_a_full_disk_by_way_of_other_libraries(tmp_path):
+    """The text is that of safetensors; a real full disk is not to be had here."""
+    said = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+    def write():
+        with new_file(tmp_path / "a", force=False) as temporary:
+            temporary.write_bytes(b"half")
+            raise RuntimeError(said)
+
+    with pytest.raises(PiError, match=r"cannot write .*No space left") as failure:
+        write()
+    assert "free space" in failure.value.hint
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyError), writing(tmp_path):
+        raise KeyError("of another kind")
+
+
+@pytest.mark.parametrize("library", ["safetensors", "tokenizers", "torch"])
+def test_what_libraries_raise_at_a_file_too_large(library, tmp_path):
+    module = pytest.importorskip(library)
+    path = tmp_path / "file"
+
+    def write():
+        if library == "safetensors":
+            from safetensors.numpy import save_file
+
+            save_file({"a": np.zeros(1 << 16)}, path)
+        elif library == "tokenizers":
+            vocabulary = {str(i): i for i in range(1 << 12)}
+            module.Tokenizer(module.models.BPE(vocabulary, [])).save(str(path))
+        else:
+            module.save(module.zeros(1 << 16), path)
+
+    limits, action = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+    try:
+        with pytest.raises(PiError, match="cannot write"), writing(path):
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, action)
