@@ -85,6 +85,7 @@ class Plan:
     sparse_threshold: float | None = None  # None: the file's
     isa: str | None = None  # None: $PI_ISA, else the best one
     ram_budget_bytes: int | None = None  # what the plan was held against; None: available memory
+    vram_budget_bytes: int = 0  # ceiling of everything on the GPU; 0: none is used
 
     @property
     def ffn_mode(self) -> FfnMode:
@@ -139,6 +140,7 @@ class Plan:
             predict_all=self.predict_all,
             sparse_threshold=math.nan if self.sparse_threshold is None else self.sparse_threshold,
             isa=self.isa.encode() if self.isa else None,
+            vram_budget_bytes=self.vram_budget_bytes,
         )
 
 

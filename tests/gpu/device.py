@@ -117,6 +117,7 @@ class Api(ct.Structure):
         ("open", _function(U32, U64, ct.POINTER(Ptr))),
         ("close", ct.CFUNCTYPE(None, Ptr)),
         ("info", _function(Ptr, ct.POINTER(Info))),
+        ("reserve", _function(Ptr, U64, U64, U64)),
         ("allocate", _function(Ptr, U64, ct.POINTER(Ptr))),
         ("release", _function(Ptr, Ptr)),
         ("upload", _function(Ptr, Ptr, U64, Ptr)),

@@ -10,6 +10,7 @@ const pi_gpu_api api = {
     .open = pi_cuda::open,
     .close = pi_cuda::close,
     .info = pi_cuda::info,
+    .reserve = pi_cuda::reserve,
     .allocate = pi_cuda::allocate,
     .release = pi_cuda::release,
     .upload = pi_cuda::upload,

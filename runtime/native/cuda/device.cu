@@ -210,6 +210,14 @@ int32_t info(pi_gpu *gpu, pi_gpu_info *out) {
     });
 }
 
+int32_t reserve(pi_gpu *gpu, uint64_t partials_bytes, uint64_t halves_bytes, uint64_t tile_bytes) {
+    return operate(gpu, [&](pi_gpu &device) {
+        scratch(device, device.partials, partials_bytes);
+        scratch(device, device.halves, halves_bytes);
+        scratch(device, device.tile, tile_bytes);
+    });
+}
+
 int32_t allocate(pi_gpu *gpu, uint64_t n_bytes, void **out) {
     return operate(gpu, [&](pi_gpu &) {
         *out = nullptr;

@@ -4,6 +4,8 @@
 
 #include "device.cuh"
 
+#include <cstring>
+
 namespace pi_cuda {
 
 #if !defined(PI_GPU_EMULATED)
@@ -66,7 +68,9 @@ __device__ __forceinline__ const __half *b_tile_transposed(const __half *tile, i
 
 __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t *>(&pair);
+    uint32_t bits;
+    memcpy(&bits, &pair, sizeof bits);
+    return bits;
 }
 
 } // namespace pi_cuda

@@ -10,6 +10,7 @@ int32_t count_devices(uint32_t *n_devices);
 int32_t open(uint32_t ordinal, uint64_t budget_bytes, pi_gpu **out);
 void close(pi_gpu *);
 int32_t info(pi_gpu *, pi_gpu_info *out);
+int32_t reserve(pi_gpu *, uint64_t partials_bytes, uint64_t halves_bytes, uint64_t tile_bytes);
 int32_t allocate(pi_gpu *, uint64_t n_bytes, void **out);
 int32_t release(pi_gpu *, void *data);
 int32_t upload(pi_gpu *, const void *host, uint64_t n_bytes, void *to);

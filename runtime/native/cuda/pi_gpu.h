@@ -102,6 +102,9 @@ typedef struct pi_gpu_api {
     int32_t (*open)(uint32_t ordinal, uint64_t budget_bytes, pi_gpu **out);
     void (*close)(pi_gpu *);
     int32_t (*info)(pi_gpu *, pi_gpu_info *out);
+    /* Scratch that operations take as they need it, from the start: afterwards none of these sizes takes more.
+     * Transposed products and attention: partials; large products: activations as float16, and a tile of rows. */
+    int32_t (*reserve)(pi_gpu *, uint64_t partials_bytes, uint64_t halves_bytes, uint64_t tile_bytes);
     /* PI_DOES_NOT_FIT above the budget; contents are undefined. */
     int32_t (*allocate)(pi_gpu *, uint64_t n_bytes, void **out);
     int32_t (*release)(pi_gpu *, void *data);
