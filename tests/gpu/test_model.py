@@ -29,11 +29,14 @@ from powerinfer_toolkit.runtime.plan.gpu import gpu_layers, gpu_need, place, pla
 from powerinfer_toolkit.runtime.plan.machine import probe
 from powerinfer_toolkit.runtime.plan.plan import Placement, Plan, UnitKind
 from powerinfer_toolkit.runtime.plan.planner import PlanOptions
+from powerinfer_toolkit.runtime.synth.shapes import SHAPES, SynthShape
 from powerinfer_toolkit.runtime.synth.write import SynthSettings, write_synth
 
 FEW_TOKENS = 2e-5  # relative distance of logits after two layers, sums in another order
 MANY_TOKENS = 3e-3
-N_VOCAB = 1024
+N_VOCAB = 256
+# Small enough for the emulated device; heads that the kernels for tiles of tokens take.
+MICRO = SynthShape("micro", 2, 256, 512, 8, 4, N_VOCAB, 512)
 PROMPT = np.random.default_rng(1).integers(3, N_VOCAB, 24)
 NEXT = np.random.default_rng(2).integers(3, N_VOCAB, 3)
 
@@ -59,6 +62,13 @@ def device_library() -> Iterator[None]:
     del os.environ["PI_GPU_LIB"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def micro_shape() -> Iterator[None]:
+    SHAPES["micro"] = MICRO
+    yield
+    del SHAPES["micro"]
+
+
 @pytest.fixture(scope="module")
 def synth(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """synth(outtype, dense_twin=False) -> two layers of random weights with predictors, made once."""
@@ -68,7 +78,7 @@ def synth(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if (outtype, dense_twin) not in made:
             path = tmp_path_factory.mktemp("synth") / f"{outtype}.gguf"
             kind = TensorType[outtype.upper()]
-            write_synth(SynthSettings("tiny", path, kind, n_layers=2, dense_twin=dense_twin))
+            write_synth(SynthSettings("micro", path, kind, n_layers=2, dense_twin=dense_twin))
             made[outtype, dense_twin] = path
         return made[outtype, dense_twin]
 

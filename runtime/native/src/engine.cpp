@@ -36,6 +36,14 @@ std::unique_ptr<pi::Side> open_cpu(const pi_model &model, const pi::Plan &plan,
         plan.max_batch_tokens);
 }
 
+// After a failure: what is queued may still write to this step's results.
+void settle(const pi::Sides &sides) noexcept {
+    try {
+        sides.synchronize();
+    } catch (...) { // the step's first failure is the one to tell
+    }
+}
+
 pi::KvCache make_cache(const pi_model &model, const pi::Plan &plan, const pi::GpuPlacement &placement,
                        pi::Side *gpu) {
     const pi::KvShape shape = kv_shape(plan, model.config);
@@ -136,6 +144,7 @@ void pi_engine::run_step() {
         forward.run(step, [this] { return interrupted(); }, counts, results_);
         model_.mapping.require_unchanged();
     } catch (...) { // the sequences stay as they were
+        settle(sides);
         for (const auto &[sequence, n] : step.growth)
             cache_.truncate(sequence, cache_.length(sequence));
         throw;

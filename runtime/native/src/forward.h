@@ -70,6 +70,12 @@ struct Sides {
     Side &of_layer(uint32_t layer) const { return placement.layers[layer] != 0 ? *gpu : *cpu; }
     Side &of_embedding() const { return placement.embedding ? *gpu : *cpu; }
     Side &of_head() const { return placement.head ? *gpu : *cpu; }
+    void synchronize() const {
+        for (Side *side : {cpu, gpu}) {
+            if (side != nullptr)
+                side->ops.synchronize(side->stream);
+        }
+    }
 };
 
 struct Forward {
@@ -95,6 +101,7 @@ struct Forward {
             ffn(*side, step, layer, (exact ? exact_layer_modes : modes).data(), counts, results);
         }
         finish(hand_over(*side, sides.of_head(), step), step, results);
+        sides.synchronize(); // counts and records arrive, and failures of queued work belong to this step
     }
 
     // PI_FFN_* of every token: the plan's tier, the batch's rules, the attention sink, and whether the file
