@@ -15,7 +15,8 @@ PEER := xllamacpp==2026.10.11549
 NATIVE_TESTS = $(wildcard tests/runtime tests/parity tests/fuzz)
 RELEASE_LIB := build/release/runtime/native/libpi.so
 ASAN_LIB := build/asan/runtime/native/libpi.so
-NATIVE_FILES = $(shell find runtime/native benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+NATIVE_FILES = $(shell find runtime/native benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' \
+	-o -name '*.cuh')
 TEST_PARTS := setup lint types native-release asan tsan pytest
 
 .PHONY: help
@@ -156,6 +157,31 @@ tsan: .venv/dev build/stress.gguf ## stress test under ThreadSanitizer
 	cmake --preset tsan >/dev/null
 	cmake --build --preset tsan
 	TSAN_OPTIONS=halt_on_error=1 $(FIXED_ADDRESSES) build/tsan/runtime/native/pi_stress build/stress.gguf
+
+# ---- GPU --------------------------------------------------------------------------------------------------
+
+# Needs no environment of ours and no network: cmake, ninja, nvcc, and a python3 with numpy, pytest and hypothesis.
+GPU_LIB := build/gpu/runtime/native/libpi.so
+GPU_PYTEST = PYTHONPATH=src PI_LIB=$(CURDIR)/$(GPU_LIB) $(PYTHON) -m pytest -p no:cacheprovider
+
+.PHONY: gpu-build gpu-test gpu-sanitize cuda-all
+gpu-build: ## build/gpu/runtime/native/libpi.so and libpi_cuda.so for the GPU in this machine
+	cmake -S . -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DPI_CUDA=ON -DPI_CUDA_ARCHITECTURES=native
+	cmake --build build/gpu
+
+gpu-test: gpu-build ## the device library and whole models on the GPU; a test that skips is a failure
+	$(GPU_PYTEST) -q tests/gpu -k "not emulated" 2>&1 | tee build/gpu/test.log
+	@grep -q " passed" build/gpu/test.log || { echo "gpu-test: nothing passed" >&2; exit 1; }
+	@! grep "^SKIPPED" build/gpu/test.log || { echo "gpu-test: tests were skipped" >&2; exit 1; }
+
+gpu-sanitize: gpu-build ## the device library's tests under compute-sanitizer
+	PYTHONPATH=src PI_LIB=$(CURDIR)/$(GPU_LIB) compute-sanitizer --tool memcheck --error-exitcode 9 \
+	    $(PYTHON) -m pytest -p no:cacheprovider -q tests/gpu/test_products.py tests/gpu/test_attention.py \
+	    tests/gpu/test_operations.py -k cuda
+
+cuda-all: ## libpi_cuda.so for every supported architecture, without a GPU
+	cmake -S . -B build/cuda-all -G Ninja -DCMAKE_BUILD_TYPE=Release -DPI_WERROR=ON -DPI_CUDA=ON
+	cmake --build build/cuda-all --target pi_cuda
 
 .PHONY: test
 test: ## everything: lint, types, warnings, sanitizers, tests; seconds per part at the end

@@ -162,8 +162,9 @@ class Engine(NativeHandle):
         native = native_lib.Stats()
         self._library.pi_engine_stats(self.handle, ct.byref(native))
         texts = {name: (getattr(native, name) or b"").decode() for name in ("isa", "device")}
-        counts = [name for name in Stats.__dataclass_fields__ if name not in texts]
-        return Stats(**{name: getattr(native, name) for name in counts}, **texts)
+        names = [name for name in Stats.__dataclass_fields__ if name not in texts]
+        fields: dict[str, Any] = {name: getattr(native, name) for name in names}
+        return Stats(**fields | texts)
 
     def reset_stats(self) -> None:
         """Set the counters to zero."""

@@ -12,6 +12,7 @@ from powerinfer_toolkit.errors import UsageError
 if TYPE_CHECKING:
     from powerinfer_toolkit.runtime.plan.planner import PlanOptions
 
+
 def add_model_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """Add -m, which may name several models, and the flags that shape the plan."""
     group = parser.add_argument_group("model and engine")

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from powerinfer_toolkit.errors import DoesNotFit, PiError
 from powerinfer_toolkit.runtime.plan.device import Device, probe_device
 from powerinfer_toolkit.runtime.plan.machine import Machine
-from powerinfer_toolkit.runtime.plan.plan import PAGE_TOKENS, FfnMode, Placement, Plan, Unit, UnitKind
+from powerinfer_toolkit.runtime.plan.plan import (
+    PAGE_TOKENS,
+    FfnMode,
+    Placement,
+    Plan,
+    Unit,
+    UnitKind,
+)
 from powerinfer_toolkit.runtime.plan.planner import (
     PlanOptions,
     format_bytes,
@@ -84,7 +91,9 @@ def place(shape: ModelShape, plan: Plan, asked_bytes: int, device: Device) -> Pl
 
 def gpu_layers(plan: Plan) -> list[int]:
     """Return the layers that are on the GPU."""
-    return [u.layer for u in plan.units if u.kind is UnitKind.NEURONS and u.placement is Placement.GPU]
+    return [
+        u.layer for u in plan.units if u.kind is UnitKind.NEURONS and u.placement is Placement.GPU
+    ]
 
 
 def gpu_need(shape: ModelShape, plan: Plan, units: tuple[Unit, ...], device: Device) -> GpuNeed:

@@ -9,7 +9,10 @@ import pytest
 from gpu.device import Device, library_path, opened
 
 EMULATED, CUDA = "gpu_emulated", "cuda"
-DEVICES = [pytest.param(EMULATED, id="emulated"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
+DEVICES = [
+    pytest.param(EMULATED, id="emulated"),
+    pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu),
+]
 
 
 def require_library(name: str) -> None:

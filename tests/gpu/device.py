@@ -223,9 +223,7 @@ class Device:
         data = np.ascontiguousarray(data)
         stride = self.api.row_stride(KERNEL_TYPES[kind], n_cols)
         assert stride >= data.shape[1]
-        rows = Rows(
-            self.empty(stride * len(data)), stride, KERNEL_TYPES[kind], n_cols, len(data)
-        )
+        rows = Rows(self.empty(stride * len(data)), stride, KERNEL_TYPES[kind], n_cols, len(data))
         self.upload_rows(data.ctypes.data, data.shape[1], ct.byref(rows))
         return rows
 

@@ -167,9 +167,7 @@ def test_attention(device: Device, name: str) -> None:
     tree = random_tree(case) if case.tree else None
 
     def part(of: list[np.ndarray], new: bool) -> np.ndarray:
-        return np.concatenate(
-            [x[o:] if new else x[:o] for x, o in zip(of, case.old, strict=True)]
-        )
+        return np.concatenate([x[o:] if new else x[:o] for x, o in zip(of, case.old, strict=True)])
 
     if sum(case.old):
         before = pages.step([0] * len(case.old), list(case.old))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes as ct
 import dataclasses
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -225,7 +227,9 @@ def test_the_budget_is_a_ceiling_that_the_planner_knows(synth: Callable[..., Pat
         whole = on_gpu(file, asked)
         everything = gpu_need(shape, whole, whole.units, device).total_bytes
         one_less = place(shape, whole, everything - 1, device)
-        assert [u.kind for u in one_less.units if u.placement is Placement.CPU] == [UnitKind.EMBEDDING]
+        assert [u.kind for u in one_less.units if u.placement is Placement.CPU] == [
+            UnitKind.EMBEDDING
+        ]
         with pytest.raises(DoesNotFit, match="takes at least") as failure:
             place(shape, whole, device.context_bytes + 2**20, device)
     least = int(str(failure.value).split("at least ")[1].split(" MiB")[0]) * 2**20
@@ -235,4 +239,24 @@ def test_the_budget_is_a_ceiling_that_the_planner_knows(synth: Callable[..., Pat
             stats = gpu.stats()
             need = gpu_need(shape, gpu.plan, gpu.plan.units, device).total_bytes
             assert stats.device_bytes <= need <= budget
-            assert stats.device_bytes > need - 32 * 2**20, "the planner counts much more than is taken"
+            assert stats.device_bytes > need - 32 * 2**20, (
+                "the planner counts much more than is taken"
+            )
+
+
+@pytest.mark.parametrize("budget", ["4", "-1", "6000MiB"])
+def test_a_budget_without_a_gpu_is_refused(synth: Callable[..., Path], budget: str) -> None:
+    if has_driver():
+        return  # the other tests are about that
+    environment = {name: value for name, value in os.environ.items() if name != "PI_GPU_LIB"}
+    command = [sys.executable, "-m", "powerinfer_toolkit.runtime.cli", "--vram-budget", budget]
+    said = subprocess.run(
+        [*command, "-m", str(synth("f16")), "-p", "w1"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 1
+    assert said.stderr.startswith("error: no NVIDIA driver"), said.stderr
+    assert "--vram-budget 0" in said.stderr

@@ -93,9 +93,7 @@ def test_log_probabilities_and_argmax(device: Device, n_vocab: int) -> None:
 
 
 def new_list(device: Device, n: int) -> List:
-    return List(
-        device.poisoned(n, np.int32), device.poisoned(n), device.poisoned(1, np.uint32)
-    )
+    return List(device.poisoned(n, np.int32), device.poisoned(n), device.poisoned(1, np.uint32))
 
 
 @pytest.mark.parametrize("n", [1, 31, 1024, 11_008])
@@ -125,7 +123,9 @@ def test_lists_of_neurons(device: Device, n: int, threshold: float) -> None:
     device.record(ct.byref(fewer), n, device.put(coef), words)
     bits = np.zeros((n + 63) // 64 * 64, bool)
     bits[kept[coef[: len(kept)] != 0]] = True
-    got = np.unpackbits(device.get(words, (n + 63) // 64, np.uint64).view(np.uint8), bitorder="little")
+    got = np.unpackbits(
+        device.get(words, (n + 63) // 64, np.uint64).view(np.uint8), bitorder="little"
+    )
     np.testing.assert_array_equal(got.astype(bool), bits)
 
 
@@ -180,7 +180,7 @@ def test_freed_memory_is_used_again(device_name: str) -> None:
 
 
 def test_a_budget_below_the_context_is_refused(device_name: str) -> None:
-    with pytest.raises(DeviceError, match="context alone takes") as failure:
-        with opened(device_name, 1 << 20):
-            pass
+    failing = pytest.raises(DeviceError, match="context alone takes")
+    with failing as failure, opened(device_name, 1 << 20):
+        pass
     assert failure.value.status == DOES_NOT_FIT

@@ -31,16 +31,22 @@ def close(got: np.ndarray, weights: np.ndarray, x: np.ndarray, halves: bool = Fa
     error = np.abs(got - x64 @ w64.T)
     worst = np.unravel_index(np.nanargmax(error / (bound + 1e-30)), error.shape)
     assert np.isfinite(got).all(), f"{np.isnan(got).sum()} of {got.size} elements are not numbers"
-    assert (error <= bound + 1e-30).all(), f"element {worst}: error {error[worst]}, bound {bound[worst]}"
+    assert (error <= bound + 1e-30).all(), (
+        f"element {worst}: error {error[worst]}, bound {bound[worst]}"
+    )
 
 
 def some_x(n_tokens: int, n: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((n_tokens, n)).astype(np.float32)
 
 
-def multiply(device: Device, rows: list[Rows], x: np.ndarray, bias: list[int | None]) -> list[np.ndarray]:
+def multiply(
+    device: Device, rows: list[Rows], x: np.ndarray, bias: list[int | None]
+) -> list[np.ndarray]:
     outs = [device.poisoned((len(x), r.n_rows)) for r in rows]
-    products = (Product * len(rows))(*(Product(r, b, o) for r, b, o in zip(rows, bias, outs, strict=True)))
+    products = (Product * len(rows))(
+        *(Product(r, b, o) for r, b, o in zip(rows, bias, outs, strict=True))
+    )
     device.multiply(products, len(rows), device.put(x), len(x))
     return [device.get(o, (len(x), r.n_rows)) for r, o in zip(rows, outs, strict=True)]
 
@@ -55,7 +61,9 @@ def test_rows_are_fetched_as_the_scalar_kernels_read_them(device: Device, kind: 
     device.fetch_rows(ct.byref(rows), device.put(tokens), 4, out)
     want = values_of(kind, data, n_cols)[tokens]
     # One rounding where the device fuses a product and a sum.
-    np.testing.assert_allclose(device.get(out, (4, n_cols)), want, rtol=1e-6, atol=np.abs(want).max() * 2e-7)
+    np.testing.assert_allclose(
+        device.get(out, (4, n_cols)), want, rtol=1e-6, atol=np.abs(want).max() * 2e-7
+    )
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 7, 8, 11])
@@ -118,10 +126,17 @@ def test_transposed_products(device: Device, kind: str, n_tokens: int) -> None:
     h[np.abs(h) < 0.5] = 0
     rows, out = device.rows(kind, data, n_cols), device.poisoned((n_tokens, n_cols))
     device.multiply_transposed(ct.byref(rows), device.put(h), n_tokens, out)
-    close(device.get(out, (n_tokens, n_cols)), values_of(kind, data, n_cols).T, h, halves=n_tokens > 16)
+    close(
+        device.get(out, (n_tokens, n_cols)),
+        values_of(kind, data, n_cols).T,
+        h,
+        halves=n_tokens > 16,
+    )
 
 
-def listed(device: Device, index: np.ndarray, capacity: int, value: np.ndarray | None = None) -> List:
+def listed(
+    device: Device, index: np.ndarray, capacity: int, value: np.ndarray | None = None
+) -> List:
     """A list with rubbish beyond its length."""
     padded = np.full(capacity, 2**30, np.int32)
     padded[: len(index)] = index

@@ -1,5 +1,5 @@
-// attention.cu: keys and values into their pages, and attention of single tokens: a block a query head and a span of
-// pages, a page a warp, spans merged by their log-sum-exp in a fixed order.
+// attention.cu: keys and values into their pages, and attention of single tokens: a block a query head and a
+// span of pages, a page a warp, spans merged by their log-sum-exp in a fixed order.
 #include "attention.cuh"
 
 #include "operations.h"
@@ -34,8 +34,8 @@ __device__ __forceinline__ void assign(float x, __half *to) {
 
 // Block (kv head, token): K becomes column slot % 32 of [head_dim, 32], V row slot % 32 of [32, head_dim].
 template <typename T>
-__global__ void store_kv_kernel(const __grid_constant__ pi_gpu_kv kv, const __grid_constant__ pi_gpu_step step,
-                                const float *k, const float *v) {
+__global__ void store_kv_kernel(const __grid_constant__ pi_gpu_kv kv,
+                                const __grid_constant__ pi_gpu_step step, const float *k, const float *v) {
     const uint32_t head = blockIdx.x, token = blockIdx.y, slot = step.slot[token];
     const uint32_t page_id = step.table[uint64_t{step.table_stride} * step.sequence[token] + slot / page];
     auto *to_k = reinterpret_cast<T *>(const_cast<uint8_t *>(kv_head(kv, page_id, head)));
@@ -92,9 +92,11 @@ __device__ __forceinline__ void attend_page(const pi_gpu_attention &work, const 
 }
 
 // The warps' results become the block's.
-__device__ __forceinline__ void merge_warps(const pi_gpu_attention &work, const Spans &spans, const Running &run,
-                                            float (*shared_out)[max_head_dim], float2 *shared_totals) {
-    const uint32_t lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size, head_dim = work.kv.head_dim;
+__device__ __forceinline__ void merge_warps(const pi_gpu_attention &work, const Spans &spans,
+                                            const Running &run, float (*shared_out)[max_head_dim],
+                                            float2 *shared_totals) {
+    const uint32_t lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size,
+                   head_dim = work.kv.head_dim;
     if (lane == 0)
         shared_totals[warp] = {run.peak, run.sum};
 #pragma unroll
@@ -142,7 +144,8 @@ __global__ void __launch_bounds__(n_warps *warp_size)
 }
 
 // Block (query head, token).
-__global__ void merge_kernel(const __grid_constant__ pi_gpu_attention work, const __grid_constant__ Spans spans) {
+__global__ void merge_kernel(const __grid_constant__ pi_gpu_attention work,
+                             const __grid_constant__ Spans spans) {
     const uint32_t head_dim = work.kv.head_dim;
     const uint64_t row = uint64_t{blockIdx.y} * work.n_heads + blockIdx.x;
     const float2 *totals = spans.totals + row * spans.n;
@@ -174,7 +177,8 @@ void attend_tokens(pi_gpu &gpu, const pi_gpu_attention &work) {
     const dim3 grid(work.n_heads, work.step.n_tokens, spans.n);
     launch("attention", gpu, work.kv.half_precision != 0 ? attend_kernel<__half> : attend_kernel<float>, grid,
            n_warps * warp_size, 0, work, spans);
-    launch("merging attention", gpu, merge_kernel, dim3(work.n_heads, work.step.n_tokens), 128, 0, work, spans);
+    launch("merging attention", gpu, merge_kernel, dim3(work.n_heads, work.step.n_tokens), 128, 0, work,
+           spans);
 }
 
 } // namespace

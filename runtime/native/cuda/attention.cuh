@@ -21,7 +21,8 @@ __device__ __forceinline__ bool sees(const pi_gpu_step &step, uint32_t token, ui
     if (position < old_length)
         return position >= step.oldest[token];
     const uint32_t j = position - old_length;
-    return j < step.tree_words * 64 && (step.tree[uint64_t{step.tree_words} * token + j / 64] >> (j % 64) & 1) != 0;
+    return j < step.tree_words * 64 &&
+           (step.tree[uint64_t{step.tree_words} * token + j / 64] >> (j % 64) & 1) != 0;
 }
 
 // Tiles of tokens on the matrix units; false where the shape has no such kernel.

@@ -1,5 +1,5 @@
-// attention_tiles.cu: attention of up to 64 neighbouring tokens of one sequence a block, on the matrix units with an
-// online softmax: 16 tokens a warp, one page of 32 positions at a time.
+// attention_tiles.cu: attention of up to 64 neighbouring tokens of one sequence a block, on the matrix units
+// with an online softmax: 16 tokens a warp, one page of 32 positions at a time.
 #include "attention.cuh"
 #include "mma.cuh"
 
@@ -24,11 +24,13 @@ struct TileState {
 
 // q [tile_tokens, head_dim + 8], scaled for a softmax of base 2; zeros beyond the tile's tokens.
 template <int head_dim>
-__device__ __forceinline__ void load_queries(const pi_gpu_attention &work, uint32_t begin, uint32_t n, __half *q) {
+__device__ __forceinline__ void load_queries(const pi_gpu_attention &work, uint32_t begin, uint32_t n,
+                                             __half *q) {
     const float scale = log2_e / sqrtf(static_cast<float>(head_dim));
     for (uint32_t at = threadIdx.x; at < tile_tokens * head_dim; at += n_threads) {
         const uint32_t t = at / head_dim, d = at % head_dim;
-        const float x = t < n ? work.q[(uint64_t{begin + t} * work.n_heads + blockIdx.x) * head_dim + d] : 0.0f;
+        const float x =
+            t < n ? work.q[(uint64_t{begin + t} * work.n_heads + blockIdx.x) * head_dim + d] : 0.0f;
         q[t * (head_dim + 8) + d] = __float2half_rn(x * scale);
     }
 }
@@ -40,7 +42,8 @@ __device__ __forceinline__ void load_page(const uint8_t *from, __half *k, __half
     constexpr int pieces = head_dim * page / 8, per_value = head_dim / 8;
     for (int at = threadIdx.x; at < pieces; at += n_threads) {
         *reinterpret_cast<uint4 *>(k + at / 4 * key_stride + at % 4 * 8) = piece[at];
-        *reinterpret_cast<uint4 *>(v + at / per_value * (head_dim + 8) + at % per_value * 8) = piece[pieces + at];
+        *reinterpret_cast<uint4 *>(v + at / per_value * (head_dim + 8) + at % per_value * 8) =
+            piece[pieces + at];
     }
 }
 
@@ -71,7 +74,8 @@ __device__ __forceinline__ void soften(float (&score)[4][4], TileState<head_dim>
             peak = fmaxf(peak, fmaxf(score[j][2 * half], score[j][2 * half + 1]));
         peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, 1));
         peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, 2));
-        const float base = peak == -INFINITY ? 0.0f : peak; // nothing visible yet: every weight is exp2(-inf) = 0
+        const float base =
+            peak == -INFINITY ? 0.0f : peak; // nothing visible yet: every weight is exp2(-inf) = 0
         const float rescale = exp2f(state.peak[half] - base);
         state.peak[half] = peak;
         state.sum[half] *= rescale;
@@ -147,7 +151,8 @@ __device__ __forceinline__ void write_rows(const pi_gpu_attention &work, uint32_
 #pragma unroll
         for (int i = 0; i < head_dim / 8; ++i) {
             float *to = work.out + at * head_dim + 8 * i + lane % 4 * 2;
-            *reinterpret_cast<float2 *>(to) = {state.out[i][2 * half] * inverse, state.out[i][2 * half + 1] * inverse};
+            *reinterpret_cast<float2 *>(to) = {state.out[i][2 * half] * inverse,
+                                               state.out[i][2 * half + 1] * inverse};
         }
         if (lane % 4 == 0 && work.lse != nullptr)
             work.lse[at] = state.peak[half] / log2_e + logf(sum);
@@ -193,8 +198,8 @@ __global__ void __launch_bounds__(n_threads)
 
 template <int head_dim>
 void start_tiles(pi_gpu &gpu, const pi_gpu_attention &work, const uint32_t *tiles) {
-    launch("attention of tiles", gpu, tile_kernel<head_dim>, dim3(work.n_heads, work.n_tiles), n_threads, 0, work,
-           tiles);
+    launch("attention of tiles", gpu, tile_kernel<head_dim>, dim3(work.n_heads, work.n_tiles), n_threads, 0,
+           work, tiles);
 }
 
 } // namespace
@@ -204,12 +209,23 @@ bool attend_tiles(pi_gpu &gpu, const pi_gpu_attention &work) {
         work.step.n_tokens < least_tokens)
         return false;
     switch (work.kv.head_dim) {
-    case 32: start_tiles<32>(gpu, work, work.tiles); return true;
-    case 64: start_tiles<64>(gpu, work, work.tiles); return true;
-    case 80: start_tiles<80>(gpu, work, work.tiles); return true;
-    case 96: start_tiles<96>(gpu, work, work.tiles); return true;
-    case 128: start_tiles<128>(gpu, work, work.tiles); return true;
-    default: return false;
+    case 32:
+        start_tiles<32>(gpu, work, work.tiles);
+        return true;
+    case 64:
+        start_tiles<64>(gpu, work, work.tiles);
+        return true;
+    case 80:
+        start_tiles<80>(gpu, work, work.tiles);
+        return true;
+    case 96:
+        start_tiles<96>(gpu, work, work.tiles);
+        return true;
+    case 128:
+        start_tiles<128>(gpu, work, work.tiles);
+        return true;
+    default:
+        return false;
     }
 }
 

@@ -51,7 +51,8 @@ class UsedMemory {
         void *device = nullptr;
         const auto find = reinterpret_cast<int (*)(const char *, void **)>(
             dlsym(library_, "nvmlDeviceGetHandleByPciBusId_v2"));
-        const auto read = reinterpret_cast<int (*)(void *, void *)>(dlsym(library_, "nvmlDeviceGetMemoryInfo"));
+        const auto read =
+            reinterpret_cast<int (*)(void *, void *)>(dlsym(library_, "nvmlDeviceGetMemoryInfo"));
         if (find == nullptr || read == nullptr || find(bus_, &device) != 0 || read(device, &memory) != 0)
             return 0;
         return memory.used;
@@ -118,8 +119,8 @@ void describe(pi_gpu &gpu) {
     gpu.n_processors = properties.multiProcessorCount;
     gpu.capability = 10 * properties.major + properties.minor;
     if (gpu.capability < min_capability)
-        throw Failure{PI_FAILURE, gpu.name + " has compute capability " + std::to_string(properties.major) + "." +
-                                      std::to_string(properties.minor) + ", at least 7.5 is needed"};
+        throw Failure{PI_FAILURE, gpu.name + " has compute capability " + std::to_string(properties.major) +
+                                      "." + std::to_string(properties.minor) + ", at least 7.5 is needed"};
 }
 
 pi_gpu *open_device(uint32_t ordinal, uint64_t budget_bytes) {
@@ -251,20 +252,20 @@ void stage(pi_gpu &gpu, const void *host, uint64_t n_bytes, void *to) {
 }
 
 int32_t upload(pi_gpu *gpu, const void *host, uint64_t n_bytes, void *to) {
-    return operate(gpu, [&](pi_gpu &) {
-        stage(*gpu, host, n_bytes, to);
-    });
+    return operate(gpu, [&](pi_gpu &) { stage(*gpu, host, n_bytes, to); });
 }
 
 int32_t download(pi_gpu *gpu, const void *from, uint64_t n_bytes, void *host) {
     return operate(gpu, [&](pi_gpu &) {
-        check(cudaMemcpyAsync(host, from, n_bytes, cudaMemcpyDeviceToHost, gpu->stream), "copying from the device");
+        check(cudaMemcpyAsync(host, from, n_bytes, cudaMemcpyDeviceToHost, gpu->stream),
+              "copying from the device");
     });
 }
 
 int32_t copy(pi_gpu *gpu, const void *from, uint64_t n_bytes, void *to) {
     return operate(gpu, [&](pi_gpu &) {
-        check(cudaMemcpyAsync(to, from, n_bytes, cudaMemcpyDeviceToDevice, gpu->stream), "copying on the device");
+        check(cudaMemcpyAsync(to, from, n_bytes, cudaMemcpyDeviceToDevice, gpu->stream),
+              "copying on the device");
     });
 }
 
@@ -275,9 +276,7 @@ int32_t zero(pi_gpu *gpu, void *data, uint64_t n_bytes) {
 }
 
 int32_t synchronize(pi_gpu *gpu) {
-    return operate(gpu, [&](pi_gpu &) {
-        check(cudaStreamSynchronize(gpu->stream), "the device's work");
-    });
+    return operate(gpu, [&](pi_gpu &) { check(cudaStreamSynchronize(gpu->stream), "the device's work"); });
 }
 
 } // namespace pi_cuda

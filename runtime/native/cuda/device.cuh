@@ -93,8 +93,8 @@ constexpr int warp_size = 32;
 #if defined(__CUDACC__) || defined(PI_GPU_EMULATED)
 // Queues a kernel; `what` names it in the failure.
 template <typename... Params, typename... Args>
-void launch(const char *what, pi_gpu &gpu, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
-            Args... args) {
+void launch(const char *what, pi_gpu &gpu, void (*kernel)(Params...), dim3 grid, dim3 block,
+            size_t shared_bytes, Args... args) {
     start_kernel(kernel, grid, block, shared_bytes, gpu.stream, args...);
     check(cudaGetLastError(), what);
 }

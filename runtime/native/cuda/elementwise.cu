@@ -28,18 +28,20 @@ __global__ void rms_norm_kernel(const float *x, const float *gain, uint32_t n, f
 }
 
 __global__ void add_kernel(const float *x, uint64_t n, float *y) {
-    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += uint64_t{gridDim.x} * blockDim.x)
+    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n;
+         i += uint64_t{gridDim.x} * blockDim.x)
         y[i] += x[i];
 }
 
 __global__ void relu_kernel(float *x, uint64_t n) {
-    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += uint64_t{gridDim.x} * blockDim.x)
+    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n;
+         i += uint64_t{gridDim.x} * blockDim.x)
         x[i] = fmaxf(x[i], 0.0f);
 }
 
 // A block a token; a thread turns the pairs of one head after the other.
-__global__ void rope_kernel(float *x, uint32_t n_heads, uint32_t head_dim, uint32_t n_rot, const float *cosine,
-                            const float *sine) {
+__global__ void rope_kernel(float *x, uint32_t n_heads, uint32_t head_dim, uint32_t n_rot,
+                            const float *cosine, const float *sine) {
     const uint32_t pairs = n_rot / 2, token = blockIdx.x;
     for (uint32_t at = threadIdx.x; at < n_heads * pairs; at += blockDim.x) {
         const uint32_t head = at / pairs, i = at % pairs;
@@ -58,7 +60,8 @@ __device__ __forceinline__ float silu(float g) {
 }
 
 __global__ void gated_silu_kernel(const float *up, uint64_t n, float *gate) {
-    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += uint64_t{gridDim.x} * blockDim.x)
+    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n;
+         i += uint64_t{gridDim.x} * blockDim.x)
         gate[i] = silu(gate[i]) * up[i];
 }
 
@@ -66,7 +69,8 @@ __global__ void gated_relu_kernel(float threshold, const float *up, uint64_t n, 
                                   unsigned long long *n_active) {
     __shared__ float shared[warp_size];
     float mine = 0; // a float counts far more neurons than a thread meets
-    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += uint64_t{gridDim.x} * blockDim.x) {
+    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n;
+         i += uint64_t{gridDim.x} * blockDim.x) {
         const bool above = gate[i] > threshold;
         mine += above ? 1.0f : 0.0f;
         gate[i] = (above ? gate[i] : 0.0f) * up[i];
@@ -76,7 +80,8 @@ __global__ void gated_relu_kernel(float threshold, const float *up, uint64_t n, 
         atomicAdd(n_active, static_cast<unsigned long long>(all));
 }
 
-__global__ void log_probabilities_kernel(const float *logits, uint32_t n_vocab, const int32_t *targets, float *out) {
+__global__ void log_probabilities_kernel(const float *logits, uint32_t n_vocab, const int32_t *targets,
+                                         float *out) {
     __shared__ float shared[warp_size];
     const float *row = logits + uint64_t{n_vocab} * blockIdx.x;
     const int32_t target = targets[blockIdx.x];
@@ -126,25 +131,28 @@ int32_t gather(pi_gpu *gpu, const float *x, const uint32_t *rows, uint32_t n_row
     });
 }
 
-int32_t rms_norm(pi_gpu *gpu, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps, float *out) {
+int32_t rms_norm(pi_gpu *gpu, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
+                 float *out) {
     return operate(gpu, [&](pi_gpu &device) {
         launch("normalising", device, rms_norm_kernel, n_rows, row_threads, 0, x, gain, n, eps, out);
     });
 }
 
 int32_t add(pi_gpu *gpu, const float *x, uint64_t n, float *y) {
-    return operate(gpu,
-                   [&](pi_gpu &device) { launch("adding", device, add_kernel, grid_of(n), threads, 0, x, n, y); });
+    return operate(
+        gpu, [&](pi_gpu &device) { launch("adding", device, add_kernel, grid_of(n), threads, 0, x, n, y); });
 }
 
 int32_t relu(pi_gpu *gpu, float *x, uint64_t n) {
-    return operate(gpu, [&](pi_gpu &device) { launch("ReLU", device, relu_kernel, grid_of(n), threads, 0, x, n); });
+    return operate(
+        gpu, [&](pi_gpu &device) { launch("ReLU", device, relu_kernel, grid_of(n), threads, 0, x, n); });
 }
 
 int32_t rope(pi_gpu *gpu, float *x, uint32_t n_tokens, uint32_t n_heads, uint32_t head_dim, uint32_t n_rot,
              const float *cosine, const float *sine) {
     return operate(gpu, [&](pi_gpu &device) {
-        launch("turning heads", device, rope_kernel, n_tokens, threads, 0, x, n_heads, head_dim, n_rot, cosine, sine);
+        launch("turning heads", device, rope_kernel, n_tokens, threads, 0, x, n_heads, head_dim, n_rot,
+               cosine, sine);
     });
 }
 
@@ -158,8 +166,8 @@ int32_t gated(pi_gpu *gpu, uint32_t activation, float threshold, const float *up
     });
 }
 
-int32_t log_probabilities(pi_gpu *gpu, const float *logits, uint32_t n_rows, uint32_t n_vocab, const int32_t *targets,
-                          float *out) {
+int32_t log_probabilities(pi_gpu *gpu, const float *logits, uint32_t n_rows, uint32_t n_vocab,
+                          const int32_t *targets, float *out) {
     return operate(gpu, [&](pi_gpu &device) {
         launch("log-probabilities", device, log_probabilities_kernel, n_rows, row_threads, 0, logits, n_vocab,
                targets, out);
@@ -168,7 +176,8 @@ int32_t log_probabilities(pi_gpu *gpu, const float *logits, uint32_t n_rows, uin
 
 int32_t argmax(pi_gpu *gpu, const float *logits, uint32_t n_rows, uint32_t n_vocab, int32_t *out) {
     return operate(gpu, [&](pi_gpu &device) {
-        launch("finding the largest logit", device, argmax_kernel, n_rows, row_threads, 0, logits, n_vocab, out);
+        launch("finding the largest logit", device, argmax_kernel, n_rows, row_threads, 0, logits, n_vocab,
+               out);
     });
 }
 

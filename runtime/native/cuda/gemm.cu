@@ -1,16 +1,16 @@
-// gemm.cu: large products on the matrix units, float16 with float32 sums: 128 tokens x 128 outputs a block, 64 x 32
-// a warp, two stages of 32 in shared memory.
+// gemm.cu: large products on the matrix units, float16 with float32 sums: 128 tokens x 128 outputs a block,
+// 64 x 32 a warp, two stages of 32 in shared memory.
 #include "mma.cuh"
 #include "rows.cuh"
 
 namespace pi_cuda {
 namespace {
 
-constexpr int tile = 128;  // tokens, outputs
-constexpr int depth = 32;  // of a stage
+constexpr int tile = 128; // tokens, outputs
+constexpr int depth = 32; // of a stage
 constexpr int n_threads = 256;
-constexpr int row_stride = depth + 8;    // halves: rows of eight fall into different banks
-constexpr int column_stride = tile + 8;  // of a stage of w [k, n]
+constexpr int row_stride = depth + 8;           // halves: rows of eight fall into different banks
+constexpr int column_stride = tile + 8;         // of a stage of w [k, n]
 constexpr int stage_halves = tile * row_stride; // more than depth * column_stride
 constexpr float largest_half = 32768.0f;
 
@@ -37,8 +37,8 @@ struct Pieces {
     uint4 piece[2];
 };
 
-__device__ __forceinline__ Pieces load_rows(const __half *from, uint32_t stride, uint32_t first, uint32_t n_rows,
-                                            uint32_t k, uint32_t n_k) {
+__device__ __forceinline__ Pieces load_rows(const __half *from, uint32_t stride, uint32_t first,
+                                            uint32_t n_rows, uint32_t k, uint32_t n_k) {
     Pieces pieces;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -59,8 +59,8 @@ __device__ __forceinline__ void store_rows(const Pieces &pieces, __half *stage) 
 }
 
 // The same of w [k, n]: 32 rows of 128 columns.
-__device__ __forceinline__ Pieces load_columns(const __half *from, uint32_t stride, uint32_t first, uint32_t n_out,
-                                               uint32_t k, uint32_t n_k) {
+__device__ __forceinline__ Pieces load_columns(const __half *from, uint32_t stride, uint32_t first,
+                                               uint32_t n_out, uint32_t k, uint32_t n_k) {
     Pieces pieces;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -108,7 +108,8 @@ __device__ __forceinline__ void multiply_stage(const __half *x, const __half *w,
     }
 }
 
-__device__ __forceinline__ void write_tile(const Gemm &work, uint32_t token, uint32_t out, const float (&sum)[4][4][4]) {
+__device__ __forceinline__ void write_tile(const Gemm &work, uint32_t token, uint32_t out,
+                                           const float (&sum)[4][4][4]) {
     const uint32_t lane = threadIdx.x % warp_size;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -160,7 +161,8 @@ __global__ void __launch_bounds__(n_threads) gemm_kernel(const __grid_constant__
             pw = load_w(k + depth);
         }
         multiply_stage<transposed>(reinterpret_cast<const __half *>(memory[stage][0]),
-                                   reinterpret_cast<const __half *>(memory[stage][1]), warp_token, warp_out, sum);
+                                   reinterpret_cast<const __half *>(memory[stage][1]), warp_token, warp_out,
+                                   sum);
         if (more)
             store(px, pw, stage ^ 1);
         __syncthreads();
@@ -182,8 +184,8 @@ Halves to_halves(pi_gpu &gpu, const float *x, uint32_t n_tokens, uint32_t n) {
 
 void run_gemm(pi_gpu &gpu, const Gemm &work) {
     const dim3 grid(ceil_div(work.n_out, tile), ceil_div(work.x.n_tokens, tile));
-    launch("a matrix product", gpu, work.transposed ? gemm_kernel<true> : gemm_kernel<false>, grid, n_threads, 0,
-           work);
+    launch("a matrix product", gpu, work.transposed ? gemm_kernel<true> : gemm_kernel<false>, grid, n_threads,
+           0, work);
 }
 
 } // namespace pi_cuda

@@ -1,5 +1,5 @@
-// gemv.cuh: products of a few vectors with rows of a matrix, dequantised in registers. A warp computes two rows
-// for all columns; the block's warps share the vectors in shared memory.
+// gemv.cuh: products of a few vectors with rows of a matrix, dequantised in registers. A warp computes two
+// rows for all columns; the block's warps share the vectors in shared memory.
 #pragma once
 
 #include "k_quants.cuh"
@@ -33,28 +33,30 @@ struct GemvLaunch {
     const float *x;     // [n_columns, n_cols]
 };
 
-// Where float4 number f of a vector is kept: lanes that read 4, 8, 16 or 32 consecutive elements each find them
-// in different banks.
+// Where float4 number f of a vector is kept: lanes that read 4, 8, 16 or 32 consecutive elements each find
+// them in different banks.
 __device__ __forceinline__ uint32_t swizzled(uint32_t f) {
     return f ^ (f >> 3 & 7u);
 }
 
 // Vectors [columns, begin .. begin + n) into shared memory, column by column, stride float4s apart.
 template <int columns>
-__device__ __forceinline__ void stage_vectors(const GemvLaunch &launch, uint32_t begin, uint32_t n, uint32_t stride,
-                                              float4 *shared) {
+__device__ __forceinline__ void stage_vectors(const GemvLaunch &launch, uint32_t begin, uint32_t n,
+                                              uint32_t stride, float4 *shared) {
 #pragma unroll
     for (int c = 0; c < columns; ++c) {
         const uint32_t column = min(static_cast<uint32_t>(c), launch.n_columns - 1);
-        const auto *from = reinterpret_cast<const float4 *>(launch.x + uint64_t{launch.n_cols} * column + begin);
+        const auto *from =
+            reinterpret_cast<const float4 *>(launch.x + uint64_t{launch.n_cols} * column + begin);
         for (uint32_t f = threadIdx.x; f < n / 4; f += blockDim.x)
             shared[c * stride + swizzled(f)] = from[f];
     }
 }
 
 template <int type, int columns>
-__device__ __forceinline__ void multiply_slice(const typename Type<type>::Packed *packed, const float4 *shared,
-                                               uint32_t stride, uint32_t slice, float (*sum)[columns]) {
+__device__ __forceinline__ void multiply_slice(const typename Type<type>::Packed *packed,
+                                               const float4 *shared, uint32_t stride, uint32_t slice,
+                                               float (*sum)[columns]) {
     constexpr int width = Type<type>::width;
     float weight[gemv_rows][width];
 #pragma unroll
@@ -82,8 +84,8 @@ __device__ __forceinline__ const GemvProduct &product_of_block(const GemvLaunch 
 }
 
 template <int columns>
-__device__ __forceinline__ void write_outputs(const GemvProduct &product, uint32_t n_columns, uint32_t first_row,
-                                              uint32_t n_rows, float (*sum)[columns]) {
+__device__ __forceinline__ void write_outputs(const GemvProduct &product, uint32_t n_columns,
+                                              uint32_t first_row, uint32_t n_rows, float (*sum)[columns]) {
 #pragma unroll
     for (int r = 0; r < gemv_rows; ++r) {
         const uint32_t row = first_row + r;
@@ -102,7 +104,8 @@ __device__ __forceinline__ void write_outputs(const GemvProduct &product, uint32
 }
 
 template <int type, int columns>
-__global__ void __launch_bounds__(gemv_warps *warp_size) gemv_kernel(const __grid_constant__ GemvLaunch launch) {
+__global__ void __launch_bounds__(gemv_warps *warp_size)
+    gemv_kernel(const __grid_constant__ GemvLaunch launch) {
     PI_SHARED(float4, shared);
     constexpr uint32_t chunk = gemv_shared_floats / columns; // a multiple of 1024
     constexpr uint32_t stride = chunk / 4;
@@ -119,7 +122,8 @@ __global__ void __launch_bounds__(gemv_warps *warp_size) gemv_kernel(const __gri
     RowView row[gemv_rows];
 #pragma unroll
     for (int r = 0; r < gemv_rows; ++r) {
-        const uint32_t output = min(first_row + r, n_rows - 1); // rows beyond the last are computed, not written
+        const uint32_t output =
+            min(first_row + r, n_rows - 1); // rows beyond the last are computed, not written
         const uint32_t at = product.index == nullptr ? output : static_cast<uint32_t>(product.index[output]);
         row[r] = {product.data + product.row_stride * at, launch.n_cols / block_elements};
     }
@@ -150,16 +154,16 @@ void start_gemv(pi_gpu &gpu, const GemvLaunch &work, uint32_t n_blocks) {
 template <int type>
 void run_gemv(pi_gpu &gpu, const GemvLaunch &work, uint32_t n_blocks);
 
-#define PI_DEFINE_GEMV(type)                                                                                        \
-    template <>                                                                                                     \
-    void run_gemv<type>(pi_gpu & gpu, const GemvLaunch &work, uint32_t n_blocks) {                                   \
-        if (work.n_columns == 1)                                                                                    \
-            return start_gemv<type, 1>(gpu, work, n_blocks);                                                        \
-        if (work.n_columns == 2)                                                                                    \
-            return start_gemv<type, 2>(gpu, work, n_blocks);                                                        \
-        if (work.n_columns <= 4)                                                                                    \
-            return start_gemv<type, 4>(gpu, work, n_blocks);                                                        \
-        return start_gemv<type, 8>(gpu, work, n_blocks);                                                            \
+#define PI_DEFINE_GEMV(type)                                                                                 \
+    template <>                                                                                              \
+    void run_gemv<type>(pi_gpu & gpu, const GemvLaunch &work, uint32_t n_blocks) {                           \
+        if (work.n_columns == 1)                                                                             \
+            return start_gemv<type, 1>(gpu, work, n_blocks);                                                 \
+        if (work.n_columns == 2)                                                                             \
+            return start_gemv<type, 2>(gpu, work, n_blocks);                                                 \
+        if (work.n_columns <= 4)                                                                             \
+            return start_gemv<type, 4>(gpu, work, n_blocks);                                                 \
+        return start_gemv<type, 8>(gpu, work, n_blocks);                                                     \
     }
 
 } // namespace pi_cuda

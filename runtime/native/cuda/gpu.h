@@ -1,5 +1,5 @@
-// gpu.h: the one way from the kernels to a vendor's headers: CUDA, or the emulator that runs kernels on the CPU in
-// tests (PI_GPU_EMULATED).
+// gpu.h: the one way from the kernels to a vendor's headers: CUDA, or the emulator that runs kernels on the
+// CPU in tests (PI_GPU_EMULATED).
 #pragma once
 
 #if defined(PI_GPU_EMULATED)
@@ -9,8 +9,8 @@
 #include <cuda_runtime.h>
 
 // Dynamic shared memory of the block as an array of T.
-#define PI_SHARED(T, name)                                                                                          \
-    extern __shared__ uint4 pi_shared_memory[];                                                                     \
+#define PI_SHARED(T, name)                                                                                   \
+    extern __shared__ uint4 pi_shared_memory[];                                                              \
     T *name = reinterpret_cast<T *>(pi_shared_memory)
 
 namespace pi_cuda {

@@ -1,4 +1,5 @@
-// k_quants.cuh: types of 256-element blocks, 32 elements at a time: part t of a block, or two sub-blocks of 16.
+// k_quants.cuh: types of 256-element blocks, 32 elements at a time: part t of a block, or two sub-blocks
+// of 16.
 #pragma once
 
 #include "types.cuh"
@@ -35,7 +36,8 @@ struct Type<PI_KT_Q2_K> {
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
             const uint32_t packed = p.scales >> (8 * s);
-            const float scale = d.x * static_cast<float>(packed & 15u), low = d.y * static_cast<float>(packed >> 4 & 15u);
+            const float scale = d.x * static_cast<float>(packed & 15u),
+                        low = d.y * static_cast<float>(packed >> 4 & 15u);
 #pragma unroll
             for (int w = 0; w < 4; ++w)
                 four(p.q.word[4 * s + w] >> p.shift & 0x03030303u, 0.0f, scale, -low, out + 16 * s + 4 * w);
@@ -83,7 +85,8 @@ struct Type<PI_KT_Q3_K> {
 __device__ __forceinline__ void part_scale(const uint4 &header, uint32_t t, float *scale, float *low) {
     const uint32_t words[3] = {header.y, header.z, header.w}; // bytes 0-3, 4-7, 8-11
     const uint32_t shift = 8 * (t % 4);
-    const uint32_t a = words[0] >> shift & 0xffu, b = words[1] >> shift & 0xffu, c = words[2] >> shift & 0xffu;
+    const uint32_t a = words[0] >> shift & 0xffu, b = words[1] >> shift & 0xffu,
+                   c = words[2] >> shift & 0xffu;
     const float2 d = two_halves(header.x);
     const uint32_t s = t < 4 ? a & 63u : (c & 15u) | a >> 6 << 4;
     const uint32_t m = t < 4 ? b & 63u : c >> 4 | b >> 6 << 4;
@@ -124,8 +127,8 @@ struct Type<PI_KT_Q5_K> {
     };
     static __device__ __forceinline__ Packed load(const RowView &row, uint32_t i) {
         const uint32_t block = i / 8, t = i % 8;
-        return {read32(field<PI_KT_Q5_K, 0>(row, block) + 32 * (t / 2)), read32(field<PI_KT_Q5_K, 1>(row, block)),
-                read<uint4>(field<PI_KT_Q5_K, 2>(row, block)), t};
+        return {read32(field<PI_KT_Q5_K, 0>(row, block) + 32 * (t / 2)),
+                read32(field<PI_KT_Q5_K, 1>(row, block)), read<uint4>(field<PI_KT_Q5_K, 2>(row, block)), t};
     }
     static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
         float scale, low;
@@ -173,23 +176,40 @@ struct Type<PI_KT_Q6_K> {
 template <typename Function>
 void for_type(uint32_t kernel_type, Function &&function) {
     switch (kernel_type) {
-    case PI_KT_F32: return function.template operator()<PI_KT_F32>();
-    case PI_KT_F16: return function.template operator()<PI_KT_F16>();
-    case PI_KT_BF16: return function.template operator()<PI_KT_BF16>();
-    case PI_KT_Q8_0: return function.template operator()<PI_KT_Q8_0>();
-    case PI_KT_Q4_0: return function.template operator()<PI_KT_Q4_0>();
-    case PI_KT_Q4_1: return function.template operator()<PI_KT_Q4_1>();
-    case PI_KT_Q5_0: return function.template operator()<PI_KT_Q5_0>();
-    case PI_KT_Q5_1: return function.template operator()<PI_KT_Q5_1>();
-    case PI_KT_Q2_K: return function.template operator()<PI_KT_Q2_K>();
-    case PI_KT_Q3_K: return function.template operator()<PI_KT_Q3_K>();
-    case PI_KT_Q4_K: return function.template operator()<PI_KT_Q4_K>();
-    case PI_KT_Q5_K: return function.template operator()<PI_KT_Q5_K>();
-    case PI_KT_Q6_K: return function.template operator()<PI_KT_Q6_K>();
-    case PI_KT_IQ4_NL: return function.template operator()<PI_KT_IQ4_NL>();
-    case PI_KT_MXFP4: return function.template operator()<PI_KT_MXFP4>();
-    case PI_KT_NVFP4: return function.template operator()<PI_KT_NVFP4>();
-    default: throw Failure{PI_FAILURE, "a tensor type without device kernels"};
+    case PI_KT_F32:
+        return function.template operator()<PI_KT_F32>();
+    case PI_KT_F16:
+        return function.template operator()<PI_KT_F16>();
+    case PI_KT_BF16:
+        return function.template operator()<PI_KT_BF16>();
+    case PI_KT_Q8_0:
+        return function.template operator()<PI_KT_Q8_0>();
+    case PI_KT_Q4_0:
+        return function.template operator()<PI_KT_Q4_0>();
+    case PI_KT_Q4_1:
+        return function.template operator()<PI_KT_Q4_1>();
+    case PI_KT_Q5_0:
+        return function.template operator()<PI_KT_Q5_0>();
+    case PI_KT_Q5_1:
+        return function.template operator()<PI_KT_Q5_1>();
+    case PI_KT_Q2_K:
+        return function.template operator()<PI_KT_Q2_K>();
+    case PI_KT_Q3_K:
+        return function.template operator()<PI_KT_Q3_K>();
+    case PI_KT_Q4_K:
+        return function.template operator()<PI_KT_Q4_K>();
+    case PI_KT_Q5_K:
+        return function.template operator()<PI_KT_Q5_K>();
+    case PI_KT_Q6_K:
+        return function.template operator()<PI_KT_Q6_K>();
+    case PI_KT_IQ4_NL:
+        return function.template operator()<PI_KT_IQ4_NL>();
+    case PI_KT_MXFP4:
+        return function.template operator()<PI_KT_MXFP4>();
+    case PI_KT_NVFP4:
+        return function.template operator()<PI_KT_NVFP4>();
+    default:
+        throw Failure{PI_FAILURE, "a tensor type without device kernels"};
     }
 }
 

@@ -1,5 +1,5 @@
-// layout.h: how a row lies in device memory. A block's fields are taken apart: the first field of all blocks of
-// the row, then the second of all, so that a warp reads 16 aligned bytes a lane, one lane after the other.
+// layout.h: how a row lies in device memory. A block's fields are taken apart: the first field of all blocks
+// of the row, then the second of all, so that a warp reads 16 aligned bytes a lane, one lane after the other.
 #pragma once
 
 #include "kernels/kernels.h"

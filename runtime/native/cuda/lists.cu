@@ -1,4 +1,5 @@
-// lists.cu: neurons that fire, as lists on the device: made in ascending order, recorded, and the sums of their rows.
+// lists.cu: neurons that fire, as lists on the device: made in ascending order, recorded, and the sums of
+// their rows.
 #include "operations.h"
 #include "rows.cuh"
 
@@ -158,11 +159,13 @@ __global__ void add_partials_kernel(const float *partials, uint32_t n_parts, uin
 
 } // namespace
 
-void accumulate_rows(pi_gpu &gpu, const pi_gpu_rows &rows, const pi_gpu_list *list, const float *coef, float *out) {
+void accumulate_rows(pi_gpu &gpu, const pi_gpu_rows &rows, const pi_gpu_list *list, const float *coef,
+                     float *out) {
     const uint32_t chunks = ceil_div(rows.n_cols, sum_columns);
     // About two blocks a processor; the number must not depend on how many neurons fire.
-    const uint32_t parts = std::max(1u, std::min(ceil_div(2u * static_cast<uint32_t>(gpu.n_processors), chunks),
-                                                 ceil_div(rows.n_rows, 4 * sum_warps)));
+    const uint32_t parts =
+        std::max(1u, std::min(ceil_div(2u * static_cast<uint32_t>(gpu.n_processors), chunks),
+                              ceil_div(rows.n_rows, 4 * sum_warps)));
     RowSum work{};
     work.rows = rows;
     work.index = list == nullptr ? nullptr : list->index;
@@ -170,15 +173,16 @@ void accumulate_rows(pi_gpu &gpu, const pi_gpu_rows &rows, const pi_gpu_list *li
     work.coef = coef;
     work.partials = parts == 1 ? out : scratch_of<float>(gpu, gpu.partials, uint64_t{parts} * rows.n_cols);
     for_type(rows.kernel_type, [&]<int type>() {
-        launch("summing rows", gpu, row_sum_kernel<type>, dim3(chunks, parts), sum_warps * warp_size, 0, work);
+        launch("summing rows", gpu, row_sum_kernel<type>, dim3(chunks, parts), sum_warps * warp_size, 0,
+               work);
     });
     if (parts > 1)
-        launch("adding partial sums", gpu, add_partials_kernel, ceil_div(rows.n_cols, 256), 256, 0, work.partials,
-               parts, rows.n_cols, out);
+        launch("adding partial sums", gpu, add_partials_kernel, ceil_div(rows.n_cols, 256), 256, 0,
+               work.partials, parts, rows.n_cols, out);
 }
 
-int32_t compact(pi_gpu *gpu, const float *x, uint32_t n, const pi_gpu_list *from, float threshold, uint32_t inclusive,
-                const pi_gpu_list *list, uint64_t *total) {
+int32_t compact(pi_gpu *gpu, const float *x, uint32_t n, const pi_gpu_list *from, float threshold,
+                uint32_t inclusive, const pi_gpu_list *list, uint64_t *total) {
     return operate(gpu, [&](pi_gpu &device) {
         const Compaction work = {x,
                                  n,

@@ -27,13 +27,15 @@ void find(const char *name, Function &out) {
     void *address = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-    const cudaError_t result = cudaGetDriverEntryPointByVersion(name, &address, 11000, cudaEnableDefault, &found);
+    const cudaError_t result =
+        cudaGetDriverEntryPointByVersion(name, &address, 11000, cudaEnableDefault, &found);
 #else
     const cudaError_t result = cudaGetDriverEntryPoint(name, &address, cudaEnableDefault, &found);
 #endif
     check(result, name);
     if (found != cudaDriverEntryPointSuccess || address == nullptr)
-        throw Failure{PI_FAILURE, std::string("the NVIDIA driver has no ") + name + ": install a newer driver"};
+        throw Failure{PI_FAILURE,
+                      std::string("the NVIDIA driver has no ") + name + ": install a newer driver"};
     out = reinterpret_cast<Function>(address);
 }
 
@@ -57,8 +59,9 @@ void check_driver(CUresult result, const char *what) {
     if (result == CUDA_SUCCESS)
         return;
     if (result == CUDA_ERROR_OUT_OF_MEMORY)
-        throw Failure{PI_DOES_NOT_FIT, std::string(what) + ": the device has no more free memory; another program "
-                                                           "may have taken it"};
+        throw Failure{PI_DOES_NOT_FIT, std::string(what) +
+                                           ": the device has no more free memory; another program "
+                                           "may have taken it"};
     throw Failure{PI_FAILURE, std::string(what) + " failed with driver error " + std::to_string(result)};
 }
 

@@ -9,8 +9,8 @@
 namespace pi_cuda {
 
 #if !defined(PI_GPU_EMULATED)
-// Four 8 x 8 matrices; lane i gives the address of row i % 8 of matrix i / 8. Thread's part: row g, columns 2 t
-// and 2 t + 1 of each.
+// Four 8 x 8 matrices; lane i gives the address of row i % 8 of matrix i / 8. Thread's part: row g, columns 2
+// t and 2 t + 1 of each.
 __device__ __forceinline__ void load_matrices(const __half *row, uint32_t (&out)[4]) {
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -29,12 +29,14 @@ __device__ __forceinline__ void load_transposed(const __half *row, uint32_t (&ou
 }
 
 // c [16, 8] += a [16, 16] . b [16, 8]
-__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
                  "{%0, %1, %2, %3};"

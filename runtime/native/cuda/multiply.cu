@@ -8,7 +8,7 @@
 namespace pi_cuda {
 namespace {
 
-constexpr uint32_t gemv_tokens = 16;        // up to this many; float32 rows always: the matrix units round them
+constexpr uint32_t gemv_tokens = 16; // up to this many; float32 rows always: the matrix units round them
 constexpr uint64_t tile_elements = 16u << 20; // of a matrix dequantised at a time
 
 GemvProduct gemv_product(const pi_gpu_rows &rows, float *out) {
@@ -31,8 +31,8 @@ void start(pi_gpu &gpu, uint32_t kernel_type, const GemvLaunch &work, uint32_t n
 }
 
 // Products [0, n) that are of this type, in launches of at most 8 vectors.
-void multiply_vectors(pi_gpu &gpu, const pi_gpu_product *products, uint32_t n, uint32_t kernel_type, const float *x,
-                      uint32_t n_tokens) {
+void multiply_vectors(pi_gpu &gpu, const pi_gpu_product *products, uint32_t n, uint32_t kernel_type,
+                      const float *x, uint32_t n_tokens) {
     for (uint32_t token = 0; token < n_tokens; token += gemv_max_columns) {
         GemvLaunch work{};
         uint32_t n_blocks = 0;
@@ -123,7 +123,8 @@ int32_t multiply(pi_gpu *gpu, const pi_gpu_product *products, uint32_t n, const 
     });
 }
 
-int32_t multiply_listed(pi_gpu *gpu, const pi_gpu_rows *rows, const pi_gpu_list *list, const float *x, float *out) {
+int32_t multiply_listed(pi_gpu *gpu, const pi_gpu_rows *rows, const pi_gpu_list *list, const float *x,
+                        float *out) {
     return operate(gpu, [&](pi_gpu &device) {
         require_rows(*rows);
         GemvLaunch work{};
@@ -141,12 +142,14 @@ int32_t multiply_listed(pi_gpu *gpu, const pi_gpu_rows *rows, const pi_gpu_list 
 }
 
 // One token after the other as sums of rows, many on the matrix units.
-int32_t multiply_transposed(pi_gpu *gpu, const pi_gpu_rows *rows, const float *h, uint32_t n_tokens, float *out) {
+int32_t multiply_transposed(pi_gpu *gpu, const pi_gpu_rows *rows, const float *h, uint32_t n_tokens,
+                            float *out) {
     return operate(gpu, [&](pi_gpu &device) {
         require_rows(*rows);
         if (as_vectors(rows->kernel_type, n_tokens)) {
             for (uint32_t t = 0; t < n_tokens; ++t)
-                accumulate_rows(device, *rows, nullptr, h + uint64_t{t} * rows->n_rows, out + uint64_t{t} * rows->n_cols);
+                accumulate_rows(device, *rows, nullptr, h + uint64_t{t} * rows->n_rows,
+                                out + uint64_t{t} * rows->n_cols);
             return;
         }
         Gemm work{};

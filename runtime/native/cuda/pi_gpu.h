@@ -1,10 +1,10 @@
-/* pi_gpu.h: the C interface between libpi and a library for one kind of device (libpi_cuda). The library knows
- * memory, matrices and operations; layers, sequences and plans are libpi's.
+/* pi_gpu.h: the C interface between libpi and a library for one kind of device (libpi_cuda). The library
+ * knows memory, matrices and operations; layers, sequences and plans are libpi's.
  *
- * Operations are queued on the device's stream and return at once, with PI_OK or the status of a failure whose
- * text error() gives; a failure inside a queued operation is reported by synchronize(). One thread at a time
- * uses a device. Arrays are float32, row-major, in device memory, unless said otherwise. Nothing here throws,
- * prints or exits. */
+ * Operations are queued on the device's stream and return at once, with PI_OK or the status of a failure
+ * whose text error() gives; a failure inside a queued operation is reported by synchronize(). One thread at a
+ * time uses a device. Arrays are float32, row-major, in device memory, unless said otherwise. Nothing here
+ * throws, prints or exits. */
 #ifndef PI_GPU_H
 #define PI_GPU_H
 
@@ -25,14 +25,15 @@ typedef struct pi_gpu_info {
     int32_t capability; /* 10 * major + minor */
     int32_t n_processors;
     uint64_t total_bytes;
-    uint64_t free_bytes;    /* now */
-    uint64_t context_bytes; /* what opening the device took, or a reserve for it where that cannot be measured */
-    uint64_t mapped_bytes;  /* taken for allocations */
+    uint64_t free_bytes; /* now */
+    uint64_t
+        context_bytes; /* what opening the device took, or a reserve for it where that cannot be measured */
+    uint64_t mapped_bytes; /* taken for allocations */
     uint64_t budget_bytes;
 } pi_gpu_info;
 
-/* Rows of a matrix in device memory as multiply_matrix() and others read them. The bytes of a row are those of
- * the file's, its blocks' fields side by side instead of interleaved; rows are row_stride apart. */
+/* Rows of a matrix in device memory as multiply_matrix() and others read them. The bytes of a row are those
+ * of the file's, its blocks' fields side by side instead of interleaved; rows are row_stride apart. */
 typedef struct pi_gpu_rows {
     const void *data;
     uint64_t row_stride;
@@ -58,15 +59,15 @@ typedef struct pi_gpu_list {
 /* The new tokens of a step, on the device. Token t is of row sequence[t] of the block table. */
 typedef struct pi_gpu_step {
     uint32_t n_tokens;
-    uint32_t table_stride;        /* pages of a row of the block table */
-    const uint32_t *table;        /* [sequences of the step, table_stride] page of each 32 positions */
-    const uint32_t *sequence;     /* [n_tokens] */
-    const uint32_t *slot;         /* [n_tokens] place of the token in its sequence */
-    const uint32_t *oldest;       /* [n_tokens] first position that it sees */
-    const uint32_t *old_length;   /* [n_tokens] tokens of its sequence before this step */
-    const uint64_t *tree;         /* [n_tokens, tree_words] or NULL: bit j = it sees slot old_length + j */
+    uint32_t table_stride;      /* pages of a row of the block table */
+    const uint32_t *table;      /* [sequences of the step, table_stride] page of each 32 positions */
+    const uint32_t *sequence;   /* [n_tokens] */
+    const uint32_t *slot;       /* [n_tokens] place of the token in its sequence */
+    const uint32_t *oldest;     /* [n_tokens] first position that it sees */
+    const uint32_t *old_length; /* [n_tokens] tokens of its sequence before this step */
+    const uint64_t *tree;       /* [n_tokens, tree_words] or NULL: bit j = it sees slot old_length + j */
     uint32_t tree_words;
-    uint32_t most_pages;          /* an upper bound of the pages that a token sees: sizes the launch only */
+    uint32_t most_pages; /* an upper bound of the pages that a token sees: sizes the launch only */
 } pi_gpu_step;
 
 /* KV pages of one layer: page p at base + p * page_bytes, KV head h of it at h * 2 * half_bytes:
@@ -92,7 +93,7 @@ typedef struct pi_gpu_attention {
 } pi_gpu_attention;
 
 typedef struct pi_gpu_api {
-    uint32_t abi; /* PI_GPU_ABI */
+    uint32_t abi;               /* PI_GPU_ABI */
     const char *(*error)(void); /* of this thread's last failure */
 
     /* ---- device and memory ---- */
@@ -102,14 +103,17 @@ typedef struct pi_gpu_api {
     int32_t (*open)(uint32_t ordinal, uint64_t budget_bytes, pi_gpu **out);
     void (*close)(pi_gpu *);
     int32_t (*info)(pi_gpu *, pi_gpu_info *out);
-    /* Scratch that operations take as they need it, from the start: afterwards none of these sizes takes more.
-     * Transposed products and attention: partials; large products: activations as float16, and a tile of rows. */
+    /* Scratch that operations take as they need it, from the start: afterwards none of these sizes takes
+     * more. Transposed products and attention: partials; large products: activations as float16, and a tile
+     * of rows. */
     int32_t (*reserve)(pi_gpu *, uint64_t partials_bytes, uint64_t halves_bytes, uint64_t tile_bytes);
     /* PI_DOES_NOT_FIT above the budget; contents are undefined. */
     int32_t (*allocate)(pi_gpu *, uint64_t n_bytes, void **out);
     int32_t (*release)(pi_gpu *, void *data);
-    int32_t (*upload)(pi_gpu *, const void *host, uint64_t n_bytes, void *to); /* host may change afterwards */
-    int32_t (*download)(pi_gpu *, const void *from, uint64_t n_bytes, void *host); /* there after synchronize */
+    int32_t (*upload)(pi_gpu *, const void *host, uint64_t n_bytes,
+                      void *to); /* host may change afterwards */
+    int32_t (*download)(pi_gpu *, const void *from, uint64_t n_bytes,
+                        void *host); /* there after synchronize */
     int32_t (*copy)(pi_gpu *, const void *from, uint64_t n_bytes, void *to);
     int32_t (*zero)(pi_gpu *, void *data, uint64_t n_bytes);
     int32_t (*synchronize)(pi_gpu *);
@@ -124,7 +128,8 @@ typedef struct pi_gpu_api {
     int32_t (*multiply)(pi_gpu *, const pi_gpu_product *products, uint32_t n_products, const float *x,
                         uint32_t n_tokens);
     /* out [n_tokens, n_cols] = h [n_tokens, n_rows] . rows */
-    int32_t (*multiply_transposed)(pi_gpu *, const pi_gpu_rows *, const float *h, uint32_t n_tokens, float *out);
+    int32_t (*multiply_transposed)(pi_gpu *, const pi_gpu_rows *, const float *h, uint32_t n_tokens,
+                                   float *out);
     /* out[i] = row list.index[i] . x (* list.value[i]) for i < *list.length */
     int32_t (*multiply_listed)(pi_gpu *, const pi_gpu_rows *, const pi_gpu_list *list, const float *x,
                                float *out);
@@ -133,12 +138,13 @@ typedef struct pi_gpu_api {
                                  float *out);
 
     /* ---- rows of activations ---- */
-    int32_t (*gather)(pi_gpu *, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n, float *out);
+    int32_t (*gather)(pi_gpu *, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n,
+                      float *out);
     int32_t (*rms_norm)(pi_gpu *, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
                         float *out);
     int32_t (*add)(pi_gpu *, const float *x, uint64_t n, float *y);
-    int32_t (*rope)(pi_gpu *, float *x, uint32_t n_tokens, uint32_t n_heads, uint32_t head_dim, uint32_t n_rot,
-                    const float *cosine, const float *sine);
+    int32_t (*rope)(pi_gpu *, float *x, uint32_t n_tokens, uint32_t n_heads, uint32_t head_dim,
+                    uint32_t n_rot, const float *cosine, const float *sine);
     /* gate = act(gate) * up; relu: adds to *n_active the gates above the threshold */
     int32_t (*gated)(pi_gpu *, uint32_t activation, float threshold, const float *up, uint64_t n, float *gate,
                      uint64_t *n_active);
@@ -153,7 +159,8 @@ typedef struct pi_gpu_api {
      * from NULL: neuron i, else x[i] belongs to neuron from->index[i], i < *from->length. */
     int32_t (*compact)(pi_gpu *, const float *x, uint32_t n, const pi_gpu_list *from, float threshold,
                        uint32_t inclusive, const pi_gpu_list *list, uint64_t *total);
-    /* Sets bit index % 64 of word index / 64 for each listed neuron whose coef is not 0; index NULL: i < n. */
+    /* Sets bit index % 64 of word index / 64 for each listed neuron whose coef is not 0; index NULL: i < n.
+     */
     int32_t (*record)(pi_gpu *, const pi_gpu_list *list, uint32_t n, const float *coef, uint64_t *words);
 
     /* ---- attention ---- */

@@ -69,8 +69,8 @@ __global__ void to_half_kernel(pi_gpu_rows rows, __half *out) {
     }
 }
 
-void upload_piece(pi_gpu &gpu, const uint8_t *host, uint64_t row_bytes, const pi_gpu_rows &rows, uint32_t first,
-                  uint32_t n) {
+void upload_piece(pi_gpu &gpu, const uint8_t *host, uint64_t row_bytes, const pi_gpu_rows &rows,
+                  uint32_t first, uint32_t n) {
     const Layout &layout = layouts[rows.kernel_type];
     auto *raw = scratch_of<uint8_t>(gpu, gpu.tile, n * row_bytes);
     stage(gpu, host + first * row_bytes, n * row_bytes, raw);
@@ -84,15 +84,16 @@ void upload_piece(pi_gpu &gpu, const uint8_t *host, uint64_t row_bytes, const pi
 
 void require_rows(const pi_gpu_rows &rows) {
     if (stride_of(rows.kernel_type, rows.n_cols) == 0)
-        throw Failure{PI_FAILURE, "rows of " + std::to_string(rows.n_cols) +
-                                      " elements: the device's kernels take multiples of 32, of whole blocks"};
+        throw Failure{PI_FAILURE,
+                      "rows of " + std::to_string(rows.n_cols) +
+                          " elements: the device's kernels take multiples of 32, of whole blocks"};
 }
 
 void dequantise_to_half(pi_gpu &gpu, const pi_gpu_rows &rows, __half *out) {
     for_type(rows.kernel_type, [&]<int type>() {
         const uint64_t slices = uint64_t{rows.n_rows} * (rows.n_cols / Type<type>::width);
-        launch("dequantising", gpu, to_half_kernel<type>, std::min(ceil_div(slices, threads), 65536u), threads, 0,
-               rows, out);
+        launch("dequantising", gpu, to_half_kernel<type>, std::min(ceil_div(slices, threads), 65536u),
+               threads, 0, rows, out);
     });
 }
 
@@ -104,7 +105,8 @@ int32_t upload_rows(pi_gpu *gpu, const void *host, uint64_t row_bytes, const pi_
     return operate(gpu, [&](pi_gpu &device) {
         require_rows(*rows);
         const auto *from = static_cast<const uint8_t *>(host);
-        if (layouts[rows->kernel_type].n_fields == 0) // lengths in multiples of 32: the stride is the row's bytes
+        if (layouts[rows->kernel_type].n_fields ==
+            0) // lengths in multiples of 32: the stride is the row's bytes
             return stage(device, from, rows->n_rows * row_bytes, const_cast<void *>(rows->data));
         const auto each = static_cast<uint32_t>(std::max<uint64_t>(piece_bytes / row_bytes, 1));
         for (uint32_t first = 0; first < rows->n_rows; first += each)

@@ -40,6 +40,7 @@ struct Gemm {
 void run_gemm(pi_gpu &gpu, const Gemm &work);
 
 // out [n_cols] = sum of coef[i] * row list->index[i], i < *list->length; list null: of all rows i
-void accumulate_rows(pi_gpu &gpu, const pi_gpu_rows &rows, const pi_gpu_list *list, const float *coef, float *out);
+void accumulate_rows(pi_gpu &gpu, const pi_gpu_rows &rows, const pi_gpu_list *list, const float *coef,
+                     float *out);
 
 } // namespace pi_cuda

@@ -33,8 +33,8 @@ __device__ __forceinline__ float2 two_halves(uint32_t bits) {
     return {half_bits(static_cast<uint16_t>(bits & 0xffffu)), half_bits(static_cast<uint16_t>(bits >> 16))};
 }
 
-// Byte i of a word less `bias`, without the slow conversion of integers: 2^23 + byte is a float whose low bits
-// are the byte.
+// Byte i of a word less `bias`, without the slow conversion of integers: 2^23 + byte is a float whose low
+// bits are the byte.
 __device__ __forceinline__ float byte_float(uint32_t word, int i, float bias) {
     const uint32_t bits = __byte_perm(word, 0x4b000000u, 0x7540u | static_cast<uint32_t>(i));
     return __uint_as_float(bits) - (8388608.0f + bias);
@@ -59,10 +59,11 @@ __device__ __forceinline__ uint32_t look_up(uint32_t nibbles, const uint4 &table
     return __byte_perm(low, high, 0x3210u | (nibbles & 0x8888u) >> 1);
 }
 
-// 16 bytes of nibbles through a table: the low nibbles are elements 0 .. n - 1 of out, the high ones n .. 2 n -
-// 1, where n is the number of bytes.
+// 16 bytes of nibbles through a table: the low nibbles are elements 0 .. n - 1 of out, the high ones n .. 2 n
+// - 1, where n is the number of bytes.
 template <int n_words>
-__device__ __forceinline__ void unpack_table(const uint32_t *words, float scale, const uint4 &table, float *out) {
+__device__ __forceinline__ void unpack_table(const uint32_t *words, float scale, const uint4 &table,
+                                             float *out) {
 #pragma unroll
     for (int w = 0; w < n_words; ++w) {
 #pragma unroll
@@ -157,7 +158,8 @@ struct Nibbles {
     static __device__ __forceinline__ Packed load(const RowView &row, uint32_t i) {
         return {read<uint4>(field<type, 0>(row, i)), read<Scale>(field<type, 1>(row, i))};
     }
-    static __device__ __forceinline__ void linear(const uint4 &q, float bias, float scale, float low, float *out) {
+    static __device__ __forceinline__ void linear(const uint4 &q, float bias, float scale, float low,
+                                                  float *out) {
         const uint32_t words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -222,8 +224,8 @@ struct Type<PI_KT_NVFP4> {
     static __device__ __forceinline__ float scale(uint32_t x) {
         const uint32_t exponent = x >> 3 & 15u, mantissa = x & 7u;
         const float small = static_cast<float>(mantissa) * 0x1p-10f;
-        const float normal = (1.0f + static_cast<float>(mantissa) / 8.0f) *
-                             __uint_as_float((exponent + (127 - 8)) << 23);
+        const float normal =
+            (1.0f + static_cast<float>(mantissa) / 8.0f) * __uint_as_float((exponent + (127 - 8)) << 23);
         return x == 0x7f ? 0.0f : exponent == 0 ? small : normal;
     }
     static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
@@ -246,7 +248,8 @@ struct FiveBits {
         return {read<uint4>(field<type, 0>(row, i)), read<uint32_t>(field<type, 1>(row, i)),
                 read<Scale>(field<type, 2>(row, i))};
     }
-    static __device__ __forceinline__ void linear(const Packed &p, float bias, float scale, float low, float *out) {
+    static __device__ __forceinline__ void linear(const Packed &p, float bias, float scale, float low,
+                                                  float *out) {
         const uint32_t words[4] = {p.q.x, p.q.y, p.q.z, p.q.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {

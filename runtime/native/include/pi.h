@@ -181,14 +181,14 @@ typedef struct pi_plan {
     uint32_t n_tiers;
     uint32_t n_threads;
     uint32_t max_batch_tokens;
-    uint32_t n_sequences;     /* sequence ids are 0 .. n_sequences - 1 */
-    uint32_t n_context;       /* most tokens in one sequence */
-    uint32_t n_kv_pages;      /* pages of 32 tokens, shared by all sequences */
-    uint32_t kv_type;         /* PI_TYPE_F32 or PI_TYPE_F16 */
-    uint32_t activation_type; /* PI_TYPE_F32, or PI_TYPE_Q8_0: int8 blocks against quantised weights */
-    uint32_t predict_all;     /* 1: upstream's rule, every position of every step is masked */
-    float sparse_threshold;   /* NaN: the file's */
-    const char *isa;          /* NULL: as pi_isa_select(NULL) */
+    uint32_t n_sequences;       /* sequence ids are 0 .. n_sequences - 1 */
+    uint32_t n_context;         /* most tokens in one sequence */
+    uint32_t n_kv_pages;        /* pages of 32 tokens, shared by all sequences */
+    uint32_t kv_type;           /* PI_TYPE_F32 or PI_TYPE_F16 */
+    uint32_t activation_type;   /* PI_TYPE_F32, or PI_TYPE_Q8_0: int8 blocks against quantised weights */
+    uint32_t predict_all;       /* 1: upstream's rule, every position of every step is masked */
+    float sparse_threshold;     /* NaN: the file's */
+    const char *isa;            /* NULL: as pi_isa_select(NULL) */
     uint64_t vram_budget_bytes; /* ceiling of everything on the device, where units are placed there */
 } pi_plan;
 
@@ -227,8 +227,8 @@ typedef struct pi_stats {
     uint64_t kv_bytes;
     uint64_t scratch_bytes;
     const char *isa;
-    const char *device;     /* the GPU's name; NULL: none is open */
-    uint64_t device_bytes;  /* taken there, the context included */
+    const char *device;            /* the GPU's name; NULL: none is open */
+    uint64_t device_bytes;         /* taken there, the context included */
     uint64_t device_context_bytes; /* of that, the context, or the reserve for it */
 } pi_stats;
 

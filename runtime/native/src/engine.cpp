@@ -57,7 +57,8 @@ pi::KvCache make_cache(const pi_model &model, const pi::Plan &plan, const pi::Gp
 pi_engine::pi_engine(const pi_model &model, const pi_plan &plan)
     : model_(model), plan_(pi::check_plan(plan, model.config)),
       placement_(pi::gpu_placement(plan_, model.config)), gpu_(open_gpu(model, plan_, placement_)),
-      cpu_(open_cpu(model, plan_, placement_, plan.isa)), cache_(make_cache(model, plan_, placement_, gpu_.get())) {
+      cpu_(open_cpu(model, plan_, placement_, plan.isa)),
+      cache_(make_cache(model, plan_, placement_, gpu_.get())) {
     const pi::BlockedSignals blocked;
     driver_ = std::thread([this] { drive(); });
 }

@@ -123,15 +123,18 @@ void Forward::attention(Side &side, const Step &step, uint32_t layer) const {
     const LayerWeights &weights = model.weights.layers[layer];
     const uint32_t n = step.n_tokens();
     side.ops.rms_norm(side.stream, side.buffers.residual, weights.attn_norm, n, config.n_embd, config.rms_eps,
-                 side.buffers.normed);
+                      side.buffers.normed);
     const Product inputs[] = {whole(weights.q, weights.q_bias, side.buffers.q),
                               whole(weights.k, weights.k_bias, side.buffers.k),
                               whole(weights.v, weights.v_bias, side.buffers.v)};
     side.ops.matmul(side.stream, {inputs, 3}, side.buffers.normed, n);
-    side.ops.rope(side.stream, side.buffers.q, n, config.n_heads, config, side.buffers.cosine, side.buffers.sine);
-    side.ops.rope(side.stream, side.buffers.k, n, config.n_kv_heads, config, side.buffers.cosine, side.buffers.sine);
+    side.ops.rope(side.stream, side.buffers.q, n, config.n_heads, config, side.buffers.cosine,
+                  side.buffers.sine);
+    side.ops.rope(side.stream, side.buffers.k, n, config.n_kv_heads, config, side.buffers.cosine,
+                  side.buffers.sine);
     side.ops.store_kv(side.stream, cache, step, layer, side.buffers.k, side.buffers.v);
-    side.ops.attend(side.stream, {&config, &cache, &step, layer, side.buffers.q, side.buffers.attended, nullptr});
+    side.ops.attend(side.stream,
+                    {&config, &cache, &step, layer, side.buffers.q, side.buffers.attended, nullptr});
     const Product output = whole(weights.attn_output, weights.attn_output_bias, side.buffers.block);
     side.ops.matmul(side.stream, {&output, 1}, side.buffers.attended, n);
     side.ops.add(side.stream, side.buffers.block, uint64_t{n} * config.n_embd, side.buffers.residual);
@@ -143,7 +146,7 @@ void Forward::ffn(Side &side, const Step &step, uint32_t layer, const uint8_t *m
     const LayerWeights &weights = model.weights.layers[layer];
     const uint32_t n = step.n_tokens();
     side.ops.rms_norm(side.stream, side.buffers.residual, weights.ffn_norm, n, config.n_embd, config.rms_eps,
-                 side.buffers.normed);
+                      side.buffers.normed);
     FfnArgs args{};
     args.config = &config;
     args.layer = &weights;
@@ -167,9 +170,10 @@ void Forward::head(Side &side, const std::vector<uint32_t> &rows, const Step &st
     const uint32_t rows_each = std::min(plan.max_batch_tokens, Buffers::logit_rows);
     for (size_t begin = 0; begin < rows.size(); begin += rows_each) {
         const auto n = static_cast<uint32_t>(std::min<size_t>(rows_each, rows.size() - begin));
-        side.ops.gather(side.stream, side.buffers.residual, rows.data() + begin, n, config.n_embd, side.buffers.block);
-        side.ops.rms_norm(side.stream, side.buffers.block, model.weights.output_norm, n, config.n_embd, config.rms_eps,
-                     side.buffers.normed);
+        side.ops.gather(side.stream, side.buffers.residual, rows.data() + begin, n, config.n_embd,
+                        side.buffers.block);
+        side.ops.rms_norm(side.stream, side.buffers.block, model.weights.output_norm, n, config.n_embd,
+                          config.rms_eps, side.buffers.normed);
         const Product product = whole(model.weights.head, nullptr, side.buffers.logits);
         side.ops.matmul(side.stream, {&product, 1}, side.buffers.normed, n);
         read_rows(side, {rows.data() + begin, n}, step, results);
@@ -177,7 +181,8 @@ void Forward::head(Side &side, const std::vector<uint32_t> &rows, const Step &st
 }
 
 // Moves what the caller asked of the computed rows to the results: whole rows, or one number each.
-void Forward::read_rows(Side &side, std::span<const uint32_t> rows, const Step &step, Results &results) const {
+void Forward::read_rows(Side &side, std::span<const uint32_t> rows, const Step &step,
+                        Results &results) const {
     const uint64_t n_vocab = model.config.n_vocab;
     std::vector<int32_t> targets;
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -187,14 +192,14 @@ void Forward::read_rows(Side &side, std::span<const uint32_t> rows, const Step &
             continue;
         results.logits.resize(results.logits.size() + n_vocab);
         side.ops.download(side.stream, side.buffers.logits + i * n_vocab, n_vocab,
-                     &results.logits[results.logits.size() - n_vocab]);
+                          &results.logits[results.logits.size() - n_vocab]);
         side.ops.synchronize(side.stream); // the next row may move the results
     }
     if (targets.empty())
         return;
     std::vector<float> logprobs(rows.size());
-    side.ops.log_probabilities(side.stream, side.buffers.logits, static_cast<uint32_t>(rows.size()), model.config.n_vocab,
-                          targets.data(), logprobs.data());
+    side.ops.log_probabilities(side.stream, side.buffers.logits, static_cast<uint32_t>(rows.size()),
+                               model.config.n_vocab, targets.data(), logprobs.data());
     side.ops.synchronize(side.stream);
     for (size_t i = 0; i < rows.size(); ++i)
         results.logprobs[rows[i]] = logprobs[i];

@@ -82,9 +82,8 @@ class Coverage {
     void require_one_side(const pi_unit &unit) {
         const uint8_t side = unit.placement == PI_PLACE_GPU ? 2 : 1;
         if (sides_[unit.layer] != 0 && sides_[unit.layer] != side)
-            throw Error(PI_FAILURE,
-                        "the plan splits layer " + std::to_string(unit.layer) +
-                            " between CPU and GPU, which this runtime does not do");
+            throw Error(PI_FAILURE, "the plan splits layer " + std::to_string(unit.layer) +
+                                        " between CPU and GPU, which this runtime does not do");
         sides_[unit.layer] = side;
     }
     void add_neurons(const pi_unit &unit) {

@@ -1,5 +1,5 @@
-// ffn.cpp: the feed-forward block on the device. A few tokens one by one, so that only rows of neurons that fire are
-// read; larger steps compute every neuron.
+// ffn.cpp: the feed-forward block on the device. A few tokens one by one, so that only rows of neurons that
+// fire are read; larger steps compute every neuron.
 #include "stream.h"
 
 namespace pi {
@@ -22,8 +22,8 @@ class Ffn {
         const bool relu = config_.activation == Activation::relu;
         const uint64_t n = uint64_t{n_tokens} * n_;
         const bool counted = relu && args_.modes[begin] != PI_FFN_DENSE;
-        device_.call(&pi_gpu_api::gated, static_cast<uint32_t>(config_.activation), config_.activation_threshold,
-                     static_cast<const float *>(buffers_.up), n, buffers_.gate,
+        device_.call(&pi_gpu_api::gated, static_cast<uint32_t>(config_.activation),
+                     config_.activation_threshold, static_cast<const float *>(buffers_.up), n, buffers_.gate,
                      counted ? buffers_.counts + 1 : nullptr);
         args_.counts->total += n;
         args_.counts->guessed += n;
@@ -33,15 +33,17 @@ class Ffn {
         float *out = args_.out + uint64_t{begin} * config_.n_embd;
         if (config_.sparse_layout) {
             const pi_gpu_rows rows = neurons(layer_.down_t);
-            device_.call(&pi_gpu_api::multiply_transposed, &rows, static_cast<const float *>(buffers_.gate), n_tokens,
-                         out);
+            device_.call(&pi_gpu_api::multiply_transposed, &rows, static_cast<const float *>(buffers_.gate),
+                         n_tokens, out);
         } else {
             const pi_gpu_product down = {stream_.rows(layer_.down), nullptr, out};
-            device_.call(&pi_gpu_api::multiply, &down, 1u, static_cast<const float *>(buffers_.gate), n_tokens);
+            device_.call(&pi_gpu_api::multiply, &down, 1u, static_cast<const float *>(buffers_.gate),
+                         n_tokens);
         }
     }
 
-    // One token: gates, then up and down where a gate is open; predicted: of the neurons that the predictor names.
+    // One token: gates, then up and down where a gate is open; predicted: of the neurons that the predictor
+    // names.
     void sparse(uint32_t token) {
         const float *normed = args_.normed + uint64_t{token} * config_.n_embd;
         const pi_gpu_list *candidates = nullptr;
@@ -114,7 +116,8 @@ void gpu_ffn(GpuStream &stream, const FfnArgs &args) {
     for (uint32_t begin = 0, end = 0; begin < args.n_tokens; begin = end) {
         while (end < args.n_tokens && args.modes[end] == args.modes[begin])
             ++end;
-        const bool one_by_one = masked(begin) || (args.modes[begin] == PI_FFN_EXACT && end - begin <= sparse_tokens);
+        const bool one_by_one =
+            masked(begin) || (args.modes[begin] == PI_FFN_EXACT && end - begin <= sparse_tokens);
         if (!one_by_one) {
             ffn.dense(begin, end - begin);
             continue;

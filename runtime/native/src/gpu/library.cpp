@@ -53,8 +53,9 @@ void check_gpu(const pi_gpu_api &api, int32_t status) {
     if (status == PI_OK)
         return;
     throw Error(status, "device: " + std::string(api.error()),
-                status == PI_DOES_NOT_FIT ? "raise --vram-budget, lower -c or -b, or end other programs on the device"
-                                          : "");
+                status == PI_DOES_NOT_FIT
+                    ? "raise --vram-budget, lower -c or -b, or end other programs on the device"
+                    : "");
 }
 
 GpuDevice::GpuDevice(uint32_t ordinal, uint64_t budget_bytes) : api_(gpu_library()) {

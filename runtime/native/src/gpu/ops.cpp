@@ -26,7 +26,8 @@ void download(GpuStream &stream, const float *x, uint64_t n, float *host) {
     stream.device.call(&pi_gpu_api::download, x, n * sizeof(float), host);
 }
 
-void gather(GpuStream &stream, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n, float *out) {
+void gather(GpuStream &stream, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n,
+            float *out) {
     stream.device.call(&pi_gpu_api::gather, x, stream.indices(rows, n_rows), n_rows, n, out);
 }
 
@@ -91,7 +92,8 @@ void attend(GpuStream &stream, const AttentionArgs &args) {
 void log_probabilities(GpuStream &stream, const float *logits, uint32_t n_rows, uint32_t n_vocab,
                        const int32_t *targets, float *host) {
     const auto *on_device = reinterpret_cast<const int32_t *>(stream.indices(targets, n_rows));
-    stream.device.call(&pi_gpu_api::log_probabilities, logits, n_rows, n_vocab, on_device, stream.row_results);
+    stream.device.call(&pi_gpu_api::log_probabilities, logits, n_rows, n_vocab, on_device,
+                       stream.row_results);
     download(stream, stream.row_results, n_rows, host);
 }
 
@@ -139,7 +141,8 @@ Table block_table(const KvCache &cache, const Step &step) {
 std::vector<uint32_t> attention_tiles(const Step &step) {
     std::vector<uint32_t> tiles;
     for (uint32_t begin = 0, end = 0; begin < step.n_tokens(); begin = end) {
-        while (end < step.n_tokens() && end - begin < tile_tokens && step.sequences[end] == step.sequences[begin])
+        while (end < step.n_tokens() && end - begin < tile_tokens &&
+               step.sequences[end] == step.sequences[begin])
             ++end;
         tiles.insert(tiles.end(), {begin, end});
     }
@@ -152,7 +155,8 @@ void upload_tree(GpuStream &stream, const Step &step) {
     stream.step.tree_words = 0;
     if (tree.empty())
         return;
-    stream.device.call(&pi_gpu_api::upload, tree.data(), tree.size() * sizeof(uint64_t), stream.step_buffers.tree);
+    stream.device.call(&pi_gpu_api::upload, tree.data(), tree.size() * sizeof(uint64_t),
+                       stream.step_buffers.tree);
     stream.step.tree = stream.step_buffers.tree;
     stream.step.tree_words = static_cast<uint32_t>(tree.size() / step.n_tokens());
 }
@@ -163,7 +167,9 @@ struct Entry;
 
 template <typename Result, typename... Args, Result (*function)(GpuStream &, Args...)>
 struct Entry<function> {
-    static Result call(Stream &stream, Args... args) { return function(static_cast<GpuStream &>(stream), args...); }
+    static Result call(Stream &stream, Args... args) {
+        return function(static_cast<GpuStream &>(stream), args...);
+    }
 };
 
 constexpr Ops gpu_ops = {
@@ -231,7 +237,8 @@ Backend open_gpu_backend(const pi_model &model, const Plan &plan, const GpuPlace
     return {&gpu_ops, std::move(stream), name};
 }
 
-std::unique_ptr<KvHome> make_gpu_pages(Stream &stream, const KvShape &shape, const std::vector<uint8_t> &layers) {
+std::unique_ptr<KvHome> make_gpu_pages(Stream &stream, const KvShape &shape,
+                                       const std::vector<uint8_t> &layers) {
     auto &gpu = static_cast<GpuStream &>(stream);
     auto pages = std::make_unique<GpuPages>(gpu.device, shape, layers);
     gpu.pages = pages.get();

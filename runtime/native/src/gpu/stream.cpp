@@ -15,8 +15,8 @@ void reserve_scratch(const GpuDevice &device, const ModelConfig &config, uint64_
     const uint64_t attention = (n * config.n_heads + 4 * processors) * (config.head_dim + 2);
     const uint64_t sums = (2 * processors + config.n_embd / 1024 + 1) * 1024;
     const uint64_t longest = std::max({config.n_ff, config.n_embd, config.n_embd_q()}) + uint64_t{32};
-    device.call(&pi_gpu_api::reserve, std::max(attention, sums) * sizeof(float), n * (2 * longest + sizeof(float)),
-                tile_bytes + uint64_t{64} * longest);
+    device.call(&pi_gpu_api::reserve, std::max(attention, sums) * sizeof(float),
+                n * (2 * longest + sizeof(float)), tile_bytes + uint64_t{64} * longest);
 }
 
 } // namespace
@@ -73,8 +73,8 @@ void GpuStream::put(const Matrix &matrix) {
     rows.row_stride = device.api().row_stride(rows.kernel_type, rows.n_cols);
     if (rows.row_stride == 0)
         throw Error(PI_FAILURE,
-                    "the device has no kernels for rows of " + std::to_string(matrix.n_cols) + " elements of " +
-                        matrix.type->name,
+                    "the device has no kernels for rows of " + std::to_string(matrix.n_cols) +
+                        " elements of " + matrix.type->name,
                     "use --vram-budget 0");
     rows.data = device.allocate<uint8_t>(rows.row_stride * rows.n_rows);
     device.call(&pi_gpu_api::upload_rows, host.base, matrix.row_bytes, &rows);

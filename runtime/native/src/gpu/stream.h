@@ -1,5 +1,5 @@
-// stream.h: the GPU backend: an open device with the weights and KV pages of the layers that a plan puts there.
-// Operations are queued; synchronize() waits for them.
+// stream.h: the GPU backend: an open device with the weights and KV pages of the layers that a plan puts
+// there. Operations are queued; synchronize() waits for them.
 #pragma once
 
 #include "backend.h"
@@ -35,8 +35,8 @@ struct GpuFfnBuffers {
     float *logits;    // [n_ff]
     float *coef;      // [n_ff]
     pi_gpu_list candidates, fired;
-    uint64_t *words;   // [max_tokens, words] neurons that fired
-    uint64_t *counts;  // [2] guessed, active
+    uint64_t *words;  // [max_tokens, words] neurons that fired
+    uint64_t *counts; // [2] guessed, active
 };
 
 // A step's description on the device: one block of 32-bit words, at fixed places.

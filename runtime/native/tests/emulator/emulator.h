@@ -1,6 +1,6 @@
-// emulator.h: as much of CUDA as the device library uses, on the CPU, so that its kernels can be tested where no GPU
-// is. A block's threads are fibers that switch at barriers and warp functions; work is queued and done when the
-// program waits for it, as late as a device may do it.
+// emulator.h: as much of CUDA as the device library uses, on the CPU, so that its kernels can be tested where
+// no GPU is. A block's threads are fibers that switch at barriers and warp functions; work is queued and done
+// when the program waits for it, as late as a device may do it.
 #pragma once
 
 #include <algorithm>
@@ -61,7 +61,8 @@ uint16_t to_half(float x);
 template <typename T>
 T from_lane(T value, int lane) {
     T out;
-    std::memcpy(&out, exchange(&value, sizeof value) + sizeof(T) * static_cast<size_t>(lane & 31), sizeof out);
+    std::memcpy(&out, exchange(&value, sizeof value) + sizeof(T) * static_cast<size_t>(lane & 31),
+                sizeof out);
     return out;
 }
 
@@ -150,7 +151,8 @@ T atomicMin(T *to, T x) {
     return before;
 }
 
-// ---- runtime --------------------------------------------------------------------------------------------------
+// ---- runtime
+// --------------------------------------------------------------------------------------------------
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
@@ -174,7 +176,8 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes);
 cudaError_t cudaFree(void *data);
 cudaError_t cudaMallocHost(void **out, size_t n_bytes);
 cudaError_t cudaFreeHost(void *data);
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n_bytes, cudaMemcpyKind kind, cudaStream_t stream);
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n_bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void *data, int value, size_t n_bytes, cudaStream_t stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);

@@ -1,5 +1,5 @@
-// memory.cpp: the arena of the emulated device: an allocation of the host each, so that a memory checker sees their
-// ends, filled with NaN.
+// memory.cpp: the arena of the emulated device: an allocation of the host each, so that a memory checker sees
+// their ends, filled with NaN.
 #include "cuda/memory.h"
 
 #include "cuda/device.cuh"
@@ -19,7 +19,8 @@ Arena::~Arena() {
 void *Arena::allocate(uint64_t n_bytes, uint64_t limit_bytes) {
     const uint64_t need = (n_bytes + 255) / 256 * 256;
     if (mapped_ + need > limit_bytes)
-        throw Failure{PI_DOES_NOT_FIT, "allocating " + std::to_string(n_bytes) + " bytes would exceed the budget"};
+        throw Failure{PI_DOES_NOT_FIT,
+                      "allocating " + std::to_string(n_bytes) + " bytes would exceed the budget"};
     void *data = std::aligned_alloc(256, need == 0 ? 256 : need);
     std::memset(data, 0xff, need);
     used_[reinterpret_cast<uint64_t>(data)] = need;
