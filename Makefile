@@ -17,7 +17,11 @@ RELEASE_LIB := build/release/runtime/native/libpi.so
 ASAN_LIB := build/asan/runtime/native/libpi.so
 NATIVE_FILES = $(shell find runtime/native benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' \
 	-o -name '*.cuh')
-TEST_PARTS := setup lint types native-release asan tsan pytest
+TEST_PARTS := setup lint types native-release neon asan tsan pytest
+# make test leaves the part neon out where these are missing; .ci/run installs them.
+NEON_TOOLS := aarch64-linux-gnu-g++ qemu-aarch64
+NEON_MISSING = $(strip $(foreach tool,$(NEON_TOOLS),$(if $(shell command -v $(tool)),,$(tool))))
+NEON_HINT := apt-get install g++-aarch64-linux-gnu qemu-user
 
 .PHONY: help
 help: ## list the targets
@@ -77,7 +81,7 @@ setup: .venv/train ## make .venv with the extras train, plot, eval and dev
 # The processes of pytest share the cores: numpy and torch are not to start a thread a core each.
 asan pytest: export OMP_NUM_THREADS := 1
 # cmake must find ninja, tests must find the pi-* commands.
-native native-release asan tsan pytest: export PATH := $(CURDIR)/.venv/bin:$(PATH)
+native native-release neon asan tsan pytest: export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .PHONY: native native-release
 native: .venv/dev ## build build/dev/runtime/native/libpi.so
@@ -133,6 +137,21 @@ pytest: .venv/train native-release ## the Python suite against the release libra
 	PI_LIB=$(CURDIR)/$(RELEASE_LIB) \
 	    .venv/bin/python -m pytest -q -n $(WORKERS) --durations=10
 
+# Processors without and with products of bytes, and with all that the emulator knows; then the whole engine.
+NEON_OUT := build/neon/runtime/native
+neon: export QEMU_LD_PREFIX := /usr/aarch64-linux-gnu
+
+.PHONY: neon
+neon: .venv/dev build/stress.gguf ## 64 bit ARM: cross-compiled, kernels and stress test under qemu
+	@test -z "$(NEON_MISSING)" || { echo "missing: $(NEON_MISSING); $(NEON_HINT)" >&2; exit 1; }
+	cmake --preset neon >/dev/null
+	cmake --build --preset neon
+	! nm $(NEON_OUT)/CMakeFiles/pi_objects.dir/kernels/*.o | grep ' [WwVvu] '
+	qemu-aarch64 -cpu cortex-a53 $(NEON_OUT)/pi_kernel_test scalar neon
+	qemu-aarch64 -cpu cortex-a76 $(NEON_OUT)/pi_kernel_test scalar neon neon_dotprod
+	qemu-aarch64 -cpu max $(NEON_OUT)/pi_kernel_test scalar neon neon_dotprod neon_i8mm
+	qemu-aarch64 -cpu max $(NEON_OUT)/pi_stress build/stress.gguf
+
 # Python links neither; ASan wants to be first and to find the C++ library's throw when it starts.
 ASAN_RUNTIME = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
 
@@ -140,6 +159,7 @@ ASAN_RUNTIME = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-
 asan: .venv/dev build/stress.gguf build/golden ## stress, damaged files and torch-free tests under ASan and UBSan
 	cmake --preset asan >/dev/null
 	cmake --build --preset asan
+	build/asan/runtime/native/pi_kernel_test
 	build/asan/runtime/native/pi_stress build/stress.gguf
 	printf '%s\n' build/golden/*.gguf | xargs -n 1 -P $(WORKERS) build/asan/runtime/native/pi_fuzz_gguf
 	rm -f build/asan/report.*
@@ -185,11 +205,12 @@ cuda-all: ## libpi_cuda.so for every supported architecture, without a GPU
 
 .PHONY: test
 test: ## everything: lint, types, warnings, sanitizers, tests; seconds per part at the end
-	@seconds=; for part in $(TEST_PARTS); do \
+	@seconds=; for part in $(if $(NEON_MISSING),$(filter-out neon,$(TEST_PARTS)),$(TEST_PARTS)); do \
 	    echo "==== make $$part" >&2; start=$$SECONDS; \
 	    $(MAKE) $$part || { echo "make test: $$part failed" >&2; exit 1; }; \
 	    seconds+=" $$part $$((SECONDS - start))"; \
 	done; echo "seconds:$$seconds, in all $$SECONDS"
+	@test -z "$(NEON_MISSING)" || echo "make test: ARM kernels NOT tested, $(NEON_MISSING) missing; $(NEON_HINT)" >&2
 
 .PHONY: clean
 clean: ## remove everything that make made

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -24,9 +23,13 @@ import tokenizers
 N_EMBD, N_FF, N_VOCAB, N_HEADS = 4096, 11008, 32000, 32
 LARGEST_BYTES = N_VOCAB * N_EMBD * 2
 BUDGET_BYTES = (1 << 30) + 2 * LARGEST_BYTES
-CONVERT = (
-    "import sys; from powerinfer_toolkit.convert.cli import main; sys.exit(main(sys.argv[1:]))"
-)
+# The child says its own peak: what wait4 says of it begins with what its parent had in memory.
+CONVERT = """
+import sys
+from powerinfer_toolkit.convert.cli import main
+assert main(sys.argv[1:]) == 0
+print(open("/proc/self/status").read())
+"""
 
 
 def shapes(n_layers: int) -> dict[str, tuple[int, ...]]:
@@ -87,13 +90,13 @@ def convert(folder: Path, outtype: str) -> tuple[float, int]:
     command = [sys.executable, "-c", CONVERT, str(folder), str(output), "-q", "--force"]
     command += ["--outtype", outtype, "--activations", str(folder / "counts.npy")]
     begin = time.perf_counter()
-    child = subprocess.Popen(command)
-    _, status, usage = os.wait4(child.pid, 0)
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     seconds = time.perf_counter() - begin
-    if os.waitstatus_to_exitcode(status):
+    if child.returncode:
         sys.exit(f"pi-convert failed for {outtype}")
     output.unlink()
-    return seconds, usage.ru_maxrss * 1024
+    peak = next(line for line in child.stdout.splitlines() if line.startswith("VmHWM:"))
+    return seconds, int(peak.split()[1]) * 1024
 
 
 def main() -> None:

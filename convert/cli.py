@@ -86,6 +86,13 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="convert NaN and infinite weights: kept in f32, f16 and bf16, else written as 0",
     )
+    add(
+        "--outlier-ratio",
+        metavar="R",
+        type=float,
+        help="of a sparse model, keep ffn_down_t in F16 where a weight is R times the root mean square, as in layers "
+        "that feed an attention sink, and then attn_v in 8 bits, or 16 for q8_0 (default: 20; 0: as --outtype says)",
+    )
     _add_sparsity(parser)
     add("--dry-run", action="store_true", help="print the tensor table and write nothing")
     add("--force", action="store_true", help="overwrite existing outputs")
@@ -152,6 +159,7 @@ def _command(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace) -> ConvertSettings:
+    from powerinfer_toolkit.convert.outliers import OUTLIER_RATIO
     from powerinfer_toolkit.convert.outtypes import OutType
     from powerinfer_toolkit.convert.settings import ConvertSettings
 
@@ -169,6 +177,7 @@ def _settings(args: argparse.Namespace) -> ConvertSettings:
         neuron_order=NEURON_ORDERS.get(args.neuron_order),
         imatrix=args.imatrix,
         hidden_act=Activation(args.hidden_act) if args.hidden_act else None,
+        outlier_ratio=OUTLIER_RATIO if args.outlier_ratio is None else args.outlier_ratio,
         upstream_sidecar=args.upstream_sidecar,
         allow_nonfinite=args.allow_nonfinite,
         force=args.force,

@@ -18,7 +18,8 @@ from powerinfer_toolkit.convert.importance import ImportanceMatrix, read_importa
 from powerinfer_toolkit.convert.layout import Layout, OutputTensor, ffn_types, output_tensors
 from powerinfer_toolkit.convert.metadata import merged, output_keys
 from powerinfer_toolkit.convert.neurons import NeuronPlaces, compose
-from powerinfer_toolkit.convert.outtypes import OutType
+from powerinfer_toolkit.convert.outliers import sink_layers
+from powerinfer_toolkit.convert.outtypes import OutType, recipe
 from powerinfer_toolkit.convert.pack import write_gguf
 from powerinfer_toolkit.convert.predictors import Predictors
 from powerinfer_toolkit.convert.roles import ACTIVATIONS, IMPORTANCE, PREDICTORS, with_hashes
@@ -39,9 +40,10 @@ from powerinfer_toolkit.gguf_format import (
     Dialect,
     Key,
     NeuronOrder,
+    Tensor,
 )
 from powerinfer_toolkit.gguf_keys import PackedKey, pack
-from powerinfer_toolkit.gguf_types import WEIGHED
+from powerinfer_toolkit.gguf_types import WEIGHED, is_packed
 from powerinfer_toolkit.hub import locate
 
 
@@ -131,7 +133,8 @@ def prepare(settings: ConvertSettings) -> Conversion:
     _check_fingerprints(predictors, statistics, source.source_sha256)
     neurons = place_neurons(settings, source, statistics)
     importance = None if settings.imatrix is None else read_importance(settings.imatrix)
-    layout = Layout(source, outtype, dialect, neurons, predictors, importance)
+    sinks = _sink_layers(settings, source, outtype, dialect)
+    layout = Layout(source, outtype, dialect, neurons, predictors, importance, sinks)
     tensors = output_tensors(layout)
     if importance is not None:
         _check_importance(importance, tensors)
@@ -139,6 +142,17 @@ def prepare(settings: ConvertSettings) -> Conversion:
     new = [pack(entry) for entry in output_keys(layout, statistics, manifest)]
     keys = merged(source.keys, layout, statistics, new)
     return Conversion(settings, layout, keys, tensors, statistics, manifest)
+
+
+def _sink_layers(
+    settings: ConvertSettings, source: Source, outtype: OutType | None, dialect: Dialect | None
+) -> frozenset[int]:
+    """Return whose ffn_down_t stays in 16 bits; weights are read only where that can be."""
+    if outtype is None or dialect is None or not settings.outlier_ratio:
+        return frozenset()
+    if not any(is_packed(wanted) for wanted in recipe(outtype).types_of(Tensor.FFN_DOWN)):
+        return frozenset()
+    return sink_layers(source, settings.outlier_ratio)
 
 
 def open_source(settings: ConvertSettings) -> Source:

@@ -19,6 +19,7 @@ from powerinfer_toolkit.convert.elements import (
 from powerinfer_toolkit.convert.encoding import READ_ONLY
 from powerinfer_toolkit.convert.importance import ImportanceMatrix
 from powerinfer_toolkit.convert.neurons import NeuronPlaces
+from powerinfer_toolkit.convert.outliers import bearing_type
 from powerinfer_toolkit.convert.outtypes import OutType, fitting_type, recipe, wanted_type
 from powerinfer_toolkit.convert.parameters import Parameter
 from powerinfer_toolkit.convert.predictors import FC1, FC2
@@ -120,7 +121,7 @@ def _transposed(raw: RawTensor) -> RawTensor:
 class Layout:
     """Everything that decides the tensors of a file. `dialect` is None for a plain dense file.
 
-    `outtype` None keeps the source's types.
+    `outtype` None keeps the source's types. `sink_layers` are those that feed an attention sink.
     """
 
     source: Source
@@ -129,6 +130,7 @@ class Layout:
     neurons: NeuronPlaces
     predictors: PredictorWeights | None
     importance: ImportanceMatrix | None = None
+    sink_layers: frozenset[int] = frozenset()
 
     @property
     def keeps_predictors(self) -> bool:
@@ -189,6 +191,7 @@ def _typed(layout: Layout, tensor: OutputTensor, template: str, layer: int | Non
         wanted = TensorType[tensor.source_type]
     else:
         wanted = wanted_type(layout.outtype, layout.source.config, template, layer)
+        wanted = bearing_type(template, layer, wanted, layout.sink_layers)
     chosen, _ = fitting_type(tensor.name, wanted, tensor.shape[-1])
     typed = replace(tensor, type=chosen, wanted=wanted)
     if chosen in READ_ONLY and not typed.copied:

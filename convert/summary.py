@@ -35,6 +35,11 @@ def describe(conversion: Conversion) -> None:
         + ", ".join(f"{count} {name}" for name, count in matrices.most_common())
         + (f" ({fallen} of them another type than asked for)" if fallen else "")
     )
+    if layout.sink_layers:
+        layers = ", ".join(map(str, sorted(layout.sink_layers)))
+        console.info(
+            f"layers {layers} feed an attention sink: their ffn_down_t stays F16, attn_v takes more bits"
+        )
 
 
 def warn(conversion: Conversion) -> None:

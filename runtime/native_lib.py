@@ -280,6 +280,10 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
         _STATUS,
         [_TEXT, _U32, _U32, _DATA, Int32Ptr, _I64, _I64, FloatPtr, FloatPtr],
     ),
+    "pi_kernel_multiply_rows": (
+        _STATUS,
+        [_TEXT, _U32, _DATA, _I64, _I64, FloatPtr, _I64, FloatPtr],
+    ),
     "pi_kernel_axpy_rows": (
         _STATUS,
         [_TEXT, _U32, _DATA, Int32Ptr, _I64, _I64, FloatPtr, _I64, _I64, FloatPtr],

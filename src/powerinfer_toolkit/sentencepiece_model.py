@@ -7,7 +7,7 @@ Reading it here spares the base install the protobuf package.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from powerinfer_toolkit.tokenizer_format import TokenType
 UNIGRAM, BPE = 1, 2
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 Field = tuple[int, int | bytes]
+_Reader = Callable[[int | bytes], int | bytes]
 
 
 @dataclass
@@ -63,9 +64,9 @@ def _parse(data: bytes) -> SentencePieceModel:
         if number == 1:
             _read_piece(model, _message(value))
         elif number == 2:
-            _read_trainer(model, _message(value))
+            _read_specification(model, _message(value), _TRAINER)
         elif number == 3:
-            _read_normaliser(model, _message(value))
+            _read_specification(model, _message(value), _NORMALISER)
     return model
 
 
@@ -83,34 +84,14 @@ def _read_piece(model: SentencePieceModel, data: bytes) -> None:
     model.types.append(kind)
 
 
-def _read_trainer(model: SentencePieceModel, data: bytes) -> None:
+def _read_specification(
+    model: SentencePieceModel, data: bytes, meanings: dict[int, tuple[str, _Reader]]
+) -> None:
+    """Set what the fields of a TrainerSpec or NormalizerSpec mean; others are passed over."""
     for number, value in _fields(data):
-        if number == 3:
-            model.model_type = _integer(value)
-        elif number == 24:
-            model.whitespace_as_suffix = bool(value)
-        elif number == 35:
-            model.byte_fallback = bool(value)
-        elif number == 40:
-            model.unk_id = _integer(value)
-        elif number == 41:
-            model.bos_id = _integer(value)
-        elif number == 42:
-            model.eos_id = _integer(value)
-        elif number == 43:
-            model.pad_id = _integer(value)
-
-
-def _read_normaliser(model: SentencePieceModel, data: bytes) -> None:
-    for number, value in _fields(data):
-        if number == 2:
-            model.charsmap = _message(value)
-        elif number == 3:
-            model.add_dummy_prefix = bool(value)
-        elif number == 4:
-            model.remove_extra_whitespaces = bool(value)
-        elif number == 5:
-            model.escape_whitespaces = bool(value)
+        if number in meanings:
+            name, read = meanings[number]
+            setattr(model, name, read(value))
 
 
 def _message(value: int | bytes) -> bytes:
@@ -158,3 +139,21 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
             return value, position
         shift += 7
     raise ValueError("varint too long")
+
+
+# Field number -> name in SentencePieceModel, and how its value is read.
+_TRAINER: dict[int, tuple[str, _Reader]] = {
+    3: ("model_type", _integer),
+    24: ("whitespace_as_suffix", bool),
+    35: ("byte_fallback", bool),
+    40: ("unk_id", _integer),
+    41: ("bos_id", _integer),
+    42: ("eos_id", _integer),
+    43: ("pad_id", _integer),
+}
+_NORMALISER: dict[int, tuple[str, _Reader]] = {
+    2: ("charsmap", _message),
+    3: ("add_dummy_prefix", bool),
+    4: ("remove_extra_whitespaces", bool),
+    5: ("escape_whitespaces", bool),
+}

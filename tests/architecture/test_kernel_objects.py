@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 
 from powerinfer_toolkit.runtime import native_lib
 
+TABLES = {
+    "x86": ("scalar", "avx2", "avx512"),
+    "arm": ("scalar", "neon", "neon_dotprod", "neon_i8mm"),
+}
 COMPILER_DATA = ("DW.ref.", "__odr_asan.")  # no code: the unwinder's and the address sanitizer's
 
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")
@@ -32,14 +37,14 @@ def test_kernels_share_no_symbols() -> None:
     objects = kernel_objects()
     if not objects:
         pytest.skip("the library is not in its build folder")
-    assert {"avx2.cpp.o", "avx512.cpp.o", "scalar.cpp.o"} <= {path.name for path in objects}
+    tables = TABLES["arm" if platform.machine() in ("aarch64", "arm64") else "x86"]
+    assert {f"{table}.cpp.o" for table in tables} <= {path.name for path in objects}
     shared = [(path.name, *symbol) for path in objects for symbol in symbols(path)]
     shared = [symbol for symbol in shared if not symbol[2].startswith(COMPILER_DATA)]
     assert [symbol for symbol in shared if symbol[1] in "WwVvu"] == []
     exported = {name for _, kind, name in shared if kind.isupper() and kind != "U"}
     assert exported <= {
-        *("pi_kernels_scalar", "pi_kernels_avx2", "pi_kernels_avx512"),
-        *("pi_cpu_has_avx2", "pi_cpu_has_avx512"),
+        f"{kind}_{table}" for kind in ("pi_kernels", "pi_cpu_has") for table in tables
     }
 
 

@@ -6,7 +6,7 @@ import pydoc_data.topics
 
 from powerinfer_toolkit.runtime import Model
 
-TOPICS = ("for", "while", "try", "class", "integers")
+TOPICS = ("for", "while", "try", "class", "integers", "function", "import", "exceptions", "strings")
 
 
 def english(model: Model, n_tokens: int) -> list[int]:

@@ -64,6 +64,16 @@ def dot_rows(
     return out
 
 
+def multiply_rows(isa: str, kind: Type, data: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """[n_tokens, n_rows]: every row times every token's int8 activations."""
+    out = np.full((len(x), len(data)), np.nan, np.float32)
+    native_lib.load().pi_kernel_multiply_rows(
+        *(isa.encode(), kind, data.ctypes.data, len(data), x.shape[1]),
+        *(_floats(x), len(x), _floats(out)),
+    )
+    return out
+
+
 def axpy_rows(
     isa: str,
     kind: Type,

@@ -125,20 +125,23 @@ def test_a_file_that_others_quantised_equals_its_dequantised_reference(smollm2_g
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0"])
 def test_int8_perplexity_is_within_half_a_percent(name):
-    """As in use: a prompt in one step, then steps so small that they multiply int8 activations.
+    """As in use: a prompt in one step, then small steps, all with int8 activations.
 
-    A divergence of 3e-3 means that log-probabilities scatter by sqrt(2 x 3e-3) = 0.08, so their mean over a
-    thousand tokens by 0.25%: the text is long enough to tell 0.5% from a fault, not to measure the loss."""
+    A divergence of 3e-3 means that log-probabilities scatter by sqrt(2 x 3e-3) = 0.08, so their mean over two
+    thousand tokens by 0.18%, and two of these deviations are allowed for: the text is long enough to tell 0.5% from
+    a fault, not to measure the loss (docs/LOG.md: 0.25% +- 0.13% of q8_0 over 4,000 tokens)."""
     path = real_models.smollm2(name)
     with Model.load(path, threads=2, activation_type="f32") as model:
-        tokens = english(model, 4 * WINDOW)
+        tokens = english(model, 8 * WINDOW)
         windows = [tokens[begin : begin + WINDOW] for begin in range(0, len(tokens), WINDOW)]
         floats = np.concatenate([model.score(window)[N_PROMPT:] for window in windows])
     with Model.load(path, threads=2) as model:
         int8 = np.concatenate([scores_after_prompt(model, window) for window in windows])
     assert 5 < np.exp(-floats.mean(dtype=np.float64)) < 60
-    ratio = np.exp((floats - int8).mean(dtype=np.float64))
-    assert ratio == pytest.approx(1, abs=5e-3)
+    losses = (floats - int8).astype(np.float64)
+    deviation = losses.std() / np.sqrt(len(losses))
+    assert deviation <= 2.5e-3
+    assert abs(losses.mean()) <= 5e-3 + 2 * deviation
 
 
 def scores_after_prompt(model: Model, window: list[int]) -> np.ndarray:

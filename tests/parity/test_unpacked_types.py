@@ -17,41 +17,17 @@ from parity.kernel_checks import (
     normal,
     quantise_activations,
 )
+from parity.native_kernels import QUANTISED_TYPES
 from parity.reference import Reference
 from parity.steps import decode, random_tokens
 from parity.synthetic import Shape, random_weights, without_predictors, write_gguf
+from parity.unpacked_rows import HALVES, QUANTS, minima, random_rows
 from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.runtime import Model
 
-# Where a block has its float16 scales, so that random bytes can be given finite ones.
-HALVES = {
-    Type.Q5_0: (0,),
-    Type.Q5_1: (0, 2),
-    Type.Q2_K: (80, 82),
-    Type.Q3_K: (108,),
-    Type.Q4_K: (0, 2),
-    Type.Q5_K: (0, 2),
-    Type.Q6_K: (208,),
-    Type.IQ4_NL: (0,),
-    Type.MXFP4: (),
-    Type.NVFP4: (),
-}
-every_type = pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+TYPES = [kind for kind in HALVES if kind not in QUANTISED_TYPES]
+every_type = pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 N_COLS = 768
-
-
-def random_rows(kind: Type, n_rows: int = 9, seed: int = 0) -> np.ndarray:
-    """Rows of random bytes, every quant and packed scale among them, with float16 scales near 1."""
-    rng = np.random.default_rng(seed)
-    elements, n_bytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = rng.integers(0, 256, (n_rows, N_COLS // elements, n_bytes), dtype=np.uint8)
-    for offset in HALVES[kind]:
-        halves = rng.normal(size=blocks.shape[:2]).astype(np.float16)
-        blocks[..., offset : offset + 2] = halves[..., None].view(np.uint8)
-    if kind is Type.MXFP4:
-        blocks[..., 0] = rng.integers(100, 150, blocks.shape[:2])
-        blocks[:2, 0, 0] = (0, 1)  # the subnormal scales
-    return np.ascontiguousarray(blocks.reshape(n_rows, -1))
 
 
 @every_isa
@@ -87,33 +63,13 @@ def test_dot_and_axpy(isa, kind):
     assert_bits_equal(part, summed[begin:512])
 
 
-# Where a block has its quants, so that they can be set to 0. IQ4_NL and MXFP4 look values up: no minimum.
-QUANTS = {
-    Type.Q5_0: slice(2, 22),
-    Type.Q5_1: slice(4, 24),
-    Type.Q2_K: slice(16, 80),
-    Type.Q3_K: slice(0, 96),
-    Type.Q4_K: slice(16, 144),
-    Type.Q5_K: slice(16, 176),
-    Type.Q6_K: slice(0, 192),
-    Type.IQ4_NL: None,
-    Type.MXFP4: None,
-}
-int8_types = pytest.mark.parametrize("kind", QUANTS, ids=lambda kind: kind.name)
+INT8_TYPES = [kind for kind in QUANTS if kind not in QUANTISED_TYPES]
+int8_types = pytest.mark.parametrize("kind", INT8_TYPES, ids=lambda kind: kind.name)
 
 
 def n_sums(isa: str) -> int:
     """Terms of a row's longest sum: the reference adds element by element, vectors by sub-block."""
     return N_COLS if isa == "scalar" else N_COLS // 16
-
-
-def minima(rows: np.ndarray, kind: Type) -> np.ndarray:
-    """The value of a quant of 0, for every element."""
-    if QUANTS[kind] is None:
-        return np.zeros(1)
-    blocks = rows.reshape(len(rows), -1, gguf.GGML_QUANT_SIZES[kind][1]).copy()
-    blocks[..., QUANTS[kind]] = 0
-    return kernels.dequantise(blocks.reshape(rows.shape), kind).astype(np.float64)
 
 
 @every_isa
@@ -161,7 +117,7 @@ def test_int8_activations_are_refused():
 SHAPE = Shape(n_embd=256, n_ff=300, n_heads=8, n_kv_heads=2, head_dim=32)
 PROMPT = random_tokens(SHAPE.n_vocab, 24)
 FLOAT = {"threads": 2, "kv_type": "f32", "activation_type": "f32"}
-WRITABLE = [kind for kind in HALVES if kind is not Type.NVFP4]  # no quantiser writes it well enough
+WRITABLE = [kind for kind in TYPES if kind is not Type.NVFP4]  # no quantiser writes it well enough
 
 
 @pytest.mark.parametrize("kind", WRITABLE, ids=lambda kind: kind.name)

@@ -303,6 +303,10 @@ PI_API pi_status pi_kernel_dequantize(const char *isa, uint32_t type, const void
 PI_API pi_status pi_kernel_dot_rows(const char *isa, uint32_t type, uint32_t activation_type,
                                     const void *matrix, const int32_t *index, int64_t n_rows, int64_t n_cols,
                                     const float *x, float *out);
+/* out [n_tokens, n_rows] = x [n_tokens, n_cols] as int8 blocks . rows^T; PI_USAGE where the instruction set
+ * has no such product. */
+PI_API pi_status pi_kernel_multiply_rows(const char *isa, uint32_t type, const void *matrix, int64_t n_rows,
+                                         int64_t n_cols, const float *x, int64_t n_tokens, float *out);
 /* out [n] += sum_i coef[i] * row index[i], columns [begin, begin + n). */
 PI_API pi_status pi_kernel_axpy_rows(const char *isa, uint32_t type, const void *matrix, const int32_t *index,
                                      int64_t n_rows, int64_t n_cols, const float *coef, int64_t begin,

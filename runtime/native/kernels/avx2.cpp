@@ -15,6 +15,7 @@ constexpr int64_t lanes = 8;
 constexpr int64_t block_vectors = PI_QK / lanes;
 constexpr int64_t gemm_panel = 16; // tokens; 6 x 2 sums, 2 vectors of tokens and a weight: 15 of 16 registers
 constexpr int64_t gemm_rows = 6;
+constexpr int64_t score_queries = 3;  // 3 x 4 sums
 constexpr int64_t attend_queries = 3; // 3 x 4 sums
 
 inline vfloat vzero() {

@@ -16,7 +16,8 @@ constexpr int64_t block_vectors = PI_QK / lanes;
 constexpr int64_t gemm_panel =
     32; // tokens; 12 x 2 sums, 2 vectors of tokens and a weight: 27 of 32 registers
 constexpr int64_t gemm_rows = 12;
-constexpr int64_t attend_queries = 4; // 4 x 2 sums, 4 x 4 for the values
+constexpr int64_t score_queries = 8;  // 8 x 2 sums
+constexpr int64_t attend_queries = 4; // 4 x 4 sums
 
 inline vfloat vzero() {
     return _mm512_setzero_ps();
@@ -299,4 +300,6 @@ inline __m128 sum_dots(vdots dots) {
 
 #include "simd/table.inl"
 
-const pi_kernels pi_kernels_avx512 = make_table("avx512", pi_cpu_has_avx512);
+#include "simd/avx512_many_q8.inl"
+
+const pi_kernels pi_kernels_avx512 = with_many_q8(make_table("avx512", pi_cpu_has_avx512));

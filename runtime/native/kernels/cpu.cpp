@@ -58,4 +58,15 @@ int pi_cpu_has_avx512(void) {
     static const bool has = find_avx512();
     return has;
 }
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+
+int pi_cpu_has_neon_dotprod(void) {
+    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+}
+
+int pi_cpu_has_neon_i8mm(void) {
+    return pi_cpu_has_neon_dotprod() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
+}
 #endif

@@ -10,6 +10,8 @@ extern "C" {
 int pi_cpu_has_avx2(void); /* AVX2, FMA, F16C, and the system saves ymm registers */
 int pi_cpu_has_avx512(
     void); /* also AVX-512 F, BW, DQ, VL, VNNI, and the system saves zmm and mask registers */
+int pi_cpu_has_neon_dotprod(void); /* NEON's products of bytes, FEAT_DotProd */
+int pi_cpu_has_neon_i8mm(void);    /* also those of matrices of bytes, FEAT_I8MM */
 
 #ifdef __cplusplus
 }

@@ -61,22 +61,30 @@ typedef struct pi_type_kernels {
     void (*dot_f32)(const pi_rows *w, const float *x, float *out);
     /* the same with int8 activations; NULL for types that take float activations only */
     void (*dot_q8)(const pi_rows *w, const pi_q8_vector *x, float *out);
+    /* out[t * out_stride + r] = row r . token t of x, whose arrays hold n_tokens tokens one after the other;
+     * NULL where this table multiplies many tokens as floats (gemm_tile) */
+    void (*many_q8)(const pi_rows *w, const pi_q8_vector *x, int64_t n_tokens, float *out,
+                    int64_t out_stride);
     /* y [n] += sum_i coef[i] * row_i[begin, begin + n), summed in the order of i for every column;
      * begin is a multiple of 32 and of the block. Rows whose coefficient is 0 leave y's bits alone. */
     void (*axpy)(const pi_rows *w, const float *coef, int64_t begin, int64_t n, float *y);
 } pi_type_kernels;
 
-/* Queries that share one KV head, against one page of it. The softmax is kept online: after the last page
+#define PI_ATTEND_PAGES 4 /* most pages of a call */
+#define PI_ATTEND_AHEAD 2 /* pages that are fetched ahead of their use */
+
+/* Queries that share one KV head, against some pages of it. The softmax is kept online: after the last call
  * out[i] / sum[i] is the attention output and peak[i] + log(sum[i]) its log-sum-exp. Start: peak -inf, sum 0,
  * out 0. */
 typedef struct pi_attend {
-    const float *q;          /* [n_q, head_dim], already scaled by 1/sqrt(head_dim) */
-    const void *k;           /* [head_dim, PI_PAGE] */
-    const void *v;           /* [PI_PAGE, head_dim] */
-    const uint32_t *visible; /* [n_q] bit p: query i sees position p of the page */
-    float *out;              /* [n_q, head_dim] */
-    float *peak;             /* [n_q] */
-    float *sum;              /* [n_q] */
+    const float *q; /* [n_q, head_dim], already scaled by 1/sqrt(head_dim) */
+    const void *k[PI_ATTEND_PAGES + PI_ATTEND_AHEAD]; /* of each page [head_dim, PI_PAGE] */
+    const void *v[PI_ATTEND_PAGES + PI_ATTEND_AHEAD]; /* of each page [PI_PAGE, head_dim] */
+    const uint32_t *visible; /* [n_pages, n_q] bit p: query i sees position p of the page */
+    int64_t n_pages; /* k and v go on with those of the next calls; any address will do after the last */
+    float *out;      /* [n_q, head_dim] */
+    float *peak;     /* [n_q] */
+    float *sum;      /* [n_q] */
     int64_t n_q;
     int64_t head_dim;
 } pi_attend;
@@ -113,6 +121,10 @@ extern const pi_kernels pi_kernels_scalar; /* the reference */
 #if defined(__x86_64__)
 extern const pi_kernels pi_kernels_avx2;
 extern const pi_kernels pi_kernels_avx512;
+#elif defined(__aarch64__)
+extern const pi_kernels pi_kernels_neon;
+extern const pi_kernels pi_kernels_neon_dotprod;
+extern const pi_kernels pi_kernels_neon_i8mm;
 #endif
 
 #ifdef __cplusplus

@@ -216,17 +216,22 @@ void gemm_tile(const float *w, int64_t row_stride, int64_t k_stride, int64_t n_r
     }
 }
 
-// p [PI_PAGE] = q . k of the visible positions; returns the largest of them and `peak`.
+// Position p of the call's pages, if query i sees it.
+bool sees(const pi_attend *a, int64_t i, int64_t p) {
+    return a->visible[p / PI_PAGE * a->n_q + i] >> (p % PI_PAGE) & 1;
+}
+
+// p [n_pages * PI_PAGE] = q . k of the visible positions; returns the largest of them and `peak`.
 template <typename Type>
-float page_scores(const pi_attend *a, int64_t i, float *p) {
+float scores_of(const pi_attend *a, int64_t i, float *p) {
     float peak = a->peak[i];
-    for (int64_t position = 0; position < PI_PAGE; ++position) {
-        if (!(a->visible[i] >> position & 1))
+    for (int64_t position = 0; position < a->n_pages * PI_PAGE; ++position) {
+        if (!sees(a, i, position))
             continue;
+        const void *k = a->k[position / PI_PAGE];
         float score = 0;
-        for (int64_t d = 0; d < a->head_dim; ++d) {
-            score += a->q[i * a->head_dim + d] * Type::at(a->k, d * PI_PAGE + position);
-        }
+        for (int64_t d = 0; d < a->head_dim; ++d)
+            score += a->q[i * a->head_dim + d] * Type::at(k, d * PI_PAGE + position % PI_PAGE);
         p[position] = score;
         peak = score > peak ? score : peak;
     }
@@ -236,24 +241,27 @@ float page_scores(const pi_attend *a, int64_t i, float *p) {
 template <typename Type>
 void attend(const pi_attend *a) {
     for (int64_t i = 0; i < a->n_q; ++i) {
-        if (a->visible[i] == 0)
-            continue;
-        float p[PI_PAGE];
+        float p[PI_ATTEND_PAGES * PI_PAGE];
         float *out = a->out + i * a->head_dim;
-        const float peak = page_scores<Type>(a, i, p);
+        uint32_t seen = 0;
+        for (int64_t page = 0; page < a->n_pages; ++page)
+            seen |= a->visible[page * a->n_q + i];
+        if (seen == 0)
+            continue;
+        const float peak = scores_of<Type>(a, i, p);
         const float rescale = expf(a->peak[i] - peak);
         a->peak[i] = peak;
         a->sum[i] *= rescale;
         for (int64_t d = 0; d < a->head_dim; ++d)
             out[d] *= rescale;
-        for (int64_t position = 0; position < PI_PAGE; ++position) {
-            if (!(a->visible[i] >> position & 1))
+        for (int64_t position = 0; position < a->n_pages * PI_PAGE; ++position) {
+            if (!sees(a, i, position))
                 continue;
+            const void *v = a->v[position / PI_PAGE];
             const float weight = expf(p[position] - peak);
             a->sum[i] += weight;
-            for (int64_t d = 0; d < a->head_dim; ++d) {
-                out[d] += weight * Type::at(a->v, position * a->head_dim + d);
-            }
+            for (int64_t d = 0; d < a->head_dim; ++d)
+                out[d] += weight * Type::at(v, position % PI_PAGE * a->head_dim + d);
         }
     }
 }
@@ -320,9 +328,9 @@ template <typename Block>
 constexpr pi_type_kernels int8_type = unpacked_type<Block>(unpacked_dot_q8<Block>);
 
 template <typename Type>
-constexpr pi_type_kernels float_type{dequantize<Type>, dot_f32<Type>, nullptr, axpy<Type>};
+constexpr pi_type_kernels float_type{dequantize<Type>, dot_f32<Type>, nullptr, nullptr, axpy<Type>};
 template <typename Type>
-constexpr pi_type_kernels block_type{dequantize<Type>, dot_f32<Type>, dot_q8<Type>, axpy<Type>};
+constexpr pi_type_kernels block_type{dequantize<Type>, dot_f32<Type>, dot_q8<Type>, nullptr, axpy<Type>};
 
 } // namespace
 

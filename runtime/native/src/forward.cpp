@@ -127,7 +127,7 @@ void Forward::attention(Side &side, const Step &step, uint32_t layer) const {
     const Product inputs[] = {whole(weights.q, weights.q_bias, side.buffers.q),
                               whole(weights.k, weights.k_bias, side.buffers.k),
                               whole(weights.v, weights.v_bias, side.buffers.v)};
-    side.ops.matmul(side.stream, {inputs, 3}, side.buffers.normed, n);
+    side.ops.matmul(side.stream, {inputs, 3}, side.buffers.normed, step.positions.data(), n);
     side.ops.rope(side.stream, side.buffers.q, n, config.n_heads, config, side.buffers.cosine,
                   side.buffers.sine);
     side.ops.rope(side.stream, side.buffers.k, n, config.n_kv_heads, config, side.buffers.cosine,
@@ -136,7 +136,7 @@ void Forward::attention(Side &side, const Step &step, uint32_t layer) const {
     side.ops.attend(side.stream,
                     {&config, &cache, &step, layer, side.buffers.q, side.buffers.attended, nullptr});
     const Product output = whole(weights.attn_output, weights.attn_output_bias, side.buffers.block);
-    side.ops.matmul(side.stream, {&output, 1}, side.buffers.attended, n);
+    side.ops.matmul(side.stream, {&output, 1}, side.buffers.attended, step.positions.data(), n);
     side.ops.add(side.stream, side.buffers.block, uint64_t{n} * config.n_embd, side.buffers.residual);
 }
 
@@ -153,6 +153,7 @@ void Forward::ffn(Side &side, const Step &step, uint32_t layer, const uint8_t *m
     args.neuron_end = config.n_ff;
     args.n_tokens = n;
     args.modes = modes;
+    args.positions = step.positions.data();
     args.sparse_threshold = plan.sparse_threshold;
     args.normed = side.buffers.normed;
     args.residual = side.buffers.residual;
@@ -175,7 +176,7 @@ void Forward::head(Side &side, const std::vector<uint32_t> &rows, const Step &st
         side.ops.rms_norm(side.stream, side.buffers.block, model.weights.output_norm, n, config.n_embd,
                           config.rms_eps, side.buffers.normed);
         const Product product = whole(model.weights.head, nullptr, side.buffers.logits);
-        side.ops.matmul(side.stream, {&product, 1}, side.buffers.normed, n);
+        side.ops.matmul(side.stream, {&product, 1}, side.buffers.normed, nullptr, n);
         read_rows(side, {rows.data() + begin, n}, step, results);
     }
 }

@@ -15,6 +15,10 @@ constexpr const pi_kernels *tables[] = {
 #if defined(__x86_64__)
     &pi_kernels_avx2,
     &pi_kernels_avx512,
+#elif defined(__aarch64__)
+    &pi_kernels_neon,
+    &pi_kernels_neon_dotprod,
+    &pi_kernels_neon_i8mm,
 #endif
 };
 

@@ -60,6 +60,16 @@ void dot_rows(const pi_kernels &kernels, const TypeInfo &type, uint32_t activati
     of_type.dot_q8(&w, &view, out);
 }
 
+void multiply_rows(const pi_kernels &kernels, const TypeInfo &type, const pi_rows &w, const float *x,
+                   int64_t n_tokens, float *out) {
+    const pi_type_kernels &of_type = kernels.type[type.kernel_index];
+    if (of_type.many_q8 == nullptr)
+        throw_usage(std::string(kernels.name) + " has no product of many tokens for " + type.name);
+    QuantisedVector quantised(kernels, x, n_tokens * w.n_cols);
+    const pi_q8_vector view = quantised.view();
+    of_type.many_q8(&w, &view, n_tokens, out, w.n_rows);
+}
+
 // panel [n_k, width]: tokens first .. first + width of x [n_tokens, n_k], zeros beyond the last
 std::vector<float> pack_panel(const float *x, int64_t n_tokens, int64_t n_k, int64_t first, int64_t width) {
     std::vector<float> panel(static_cast<size_t>(n_k * width));
@@ -135,14 +145,25 @@ struct Attention {
 
 // Leaves the unnormalised output in a.out, and peak and sum beside it.
 void attend_pages(const pi_kernels &kernels, const Attention &attention, pi_attend a) {
-    for (int64_t first = 0; first < attention.n_positions; first += PI_PAGE) {
-        const int64_t offset = first * attention.head_dim;
-        const int64_t n = std::min<int64_t>(PI_PAGE, attention.n_positions - first);
-        const Page page = build_page(kernels, attention.k + offset, attention.v + offset, n,
-                                     attention.head_dim, attention.half);
-        const std::vector<uint32_t> visible = visible_positions(attention.n_q, attention.n_positions, first);
-        a.k = attention.half ? static_cast<const void *>(page.half_keys.data()) : page.keys.data();
-        a.v = attention.half ? static_cast<const void *>(page.half_values.data()) : page.values.data();
+    constexpr int64_t most = PI_ATTEND_PAGES * PI_PAGE;
+    for (int64_t first = 0; first < attention.n_positions; first += most) {
+        std::vector<Page> pages;
+        std::vector<uint32_t> visible;
+        const int64_t end = std::min(first + most, attention.n_positions);
+        for (int64_t begin = first; begin < end; begin += PI_PAGE) {
+            const int64_t offset = begin * attention.head_dim;
+            const int64_t n = std::min<int64_t>(PI_PAGE, end - begin);
+            pages.push_back(build_page(kernels, attention.k + offset, attention.v + offset, n,
+                                       attention.head_dim, attention.half));
+            const std::vector<uint32_t> seen = visible_positions(attention.n_q, attention.n_positions, begin);
+            visible.insert(visible.end(), seen.begin(), seen.end());
+        }
+        for (size_t i = 0; i < PI_ATTEND_PAGES + PI_ATTEND_AHEAD; ++i) {
+            const Page &page = pages[std::min(i, pages.size() - 1)];
+            a.k[i] = attention.half ? static_cast<const void *>(page.half_keys.data()) : page.keys.data();
+            a.v[i] = attention.half ? static_cast<const void *>(page.half_values.data()) : page.values.data();
+        }
+        a.n_pages = static_cast<int64_t>(pages.size());
         a.visible = visible.data();
         (attention.half ? kernels.attend_f16 : kernels.attend_f32)(&a);
     }
@@ -157,9 +178,14 @@ void attend(const pi_kernels &kernels, const Attention &attention, const float *
         value *= scale;
     std::vector<float> peak(n_q, -std::numeric_limits<float>::infinity()), sum(n_q);
     std::fill_n(out, n_q * head_dim, 0.0f);
-    attend_pages(kernels, attention,
-                 {scaled.data(), nullptr, nullptr, nullptr, out, peak.data(), sum.data(), attention.n_q,
-                  attention.head_dim});
+    pi_attend work{};
+    work.q = scaled.data();
+    work.out = out;
+    work.peak = peak.data();
+    work.sum = sum.data();
+    work.n_q = attention.n_q;
+    work.head_dim = attention.head_dim;
+    attend_pages(kernels, attention, work);
     for (size_t i = 0; i < n_q; ++i) {
         for (size_t d = 0; d < head_dim; ++d)
             out[i * head_dim + d] /= sum[i];
@@ -199,6 +225,17 @@ pi_status pi_kernel_dot_rows(const char *isa, uint32_t type, uint32_t activation
         pi::require(x, "x");
         pi::require(out, "out");
         pi::dot_rows(pi::select_kernels(isa), info, activation_type, rows, x, out);
+    });
+}
+
+pi_status pi_kernel_multiply_rows(const char *isa, uint32_t type, const void *matrix, int64_t n_rows,
+                                  int64_t n_cols, const float *x, int64_t n_tokens, float *out) {
+    return pi::guarded([&] {
+        const pi::TypeInfo &info = pi::type_info(type);
+        pi::require_range(n_tokens >= 0, "n_tokens is negative");
+        const pi_rows rows = pi::rows_of(info, matrix, nullptr, n_rows, n_cols);
+        pi::multiply_rows(pi::select_kernels(isa), info, rows, &pi::require(x, "x"), n_tokens,
+                          &pi::require(out, "out"));
     });
 }
 

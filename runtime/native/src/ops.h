@@ -41,12 +41,13 @@ struct FfnArgs {
     uint32_t neuron_begin;
     uint32_t neuron_end;
     uint32_t n_tokens;
-    const uint8_t *modes;   // [n_tokens] PI_FFN_*
-    float sparse_threshold; // predicted active iff logit >= this
-    const float *normed;    // [n_tokens, n_embd]
-    const float *residual;  // [n_tokens, n_embd] the predictor's input: the stream before ffn_norm
-    float *out;             // [n_tokens, n_embd]
-    FfnCounts *counts;      // added to
+    const uint8_t *modes;      // [n_tokens] PI_FFN_*
+    const uint32_t *positions; // [n_tokens]
+    float sparse_threshold;    // predicted active iff logit >= this
+    const float *normed;       // [n_tokens, n_embd]
+    const float *residual;     // [n_tokens, n_embd] the predictor's input: the stream before ffn_norm
+    float *out;                // [n_tokens, n_embd]
+    FfnCounts *counts;         // added to
     uint64_t *fired; // token's first word of the record of neurons with an activation other than 0, or null
     uint64_t fired_stride; // words from one token to the next
 };
@@ -78,8 +79,10 @@ struct Ops {
     // every row: out = x / rms(x) * gain
     void (*rms_norm)(Stream &, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
                      float *out);
-    // products of one input x [n_tokens, n_cols]
-    void (*matmul)(Stream &, std::span<const Product> products, const float *x, uint32_t n_tokens);
+    // products of one input x [n_tokens, n_cols]; positions [n_tokens] of the tokens, or null: attention
+    // sinks deserve more precision
+    void (*matmul)(Stream &, std::span<const Product> products, const float *x, const uint32_t *positions,
+                   uint32_t n_tokens);
     // y += x
     void (*add)(Stream &, const float *x, uint64_t n, float *y);
     // x [n_tokens, n_heads, head_dim] turned by cosine, sine [n_tokens, n_rot / 2]

@@ -1,53 +1,78 @@
-// attention.inl: one page of keys and values against the queries of a head, softmax kept online (Milakov and
-// Gimelshein 2018). Queries go in groups that share the loads of the page; each one's arithmetic is its own.
+// attention.inl: some pages of keys and values against the queries of a head, softmax kept online (Milakov
+// and Gimelshein 2018). Queries go in groups that share the loads of a page; each one's arithmetic is its
+// own.
 
 #pragma once
 
 #include "exp.inl"
 #include "floats.inl"
+#include "prefetch.inl"
 
 namespace {
 
 constexpr int64_t page_vectors = PI_PAGE / lanes;
+constexpr int64_t most_positions = PI_ATTEND_PAGES * PI_PAGE;
 
-// scores[i] = q_i . k, positions along the vector
+// The page to fetch while this one is used; the first group of queries does it for all.
+inline const void *page_ahead(const void *const *pages, int64_t first, int64_t page) {
+    return pages[first == 0 ? page + PI_ATTEND_AHEAD : page];
+}
+
+template <int64_t n_bytes>
+[[gnu::always_inline]] inline void prefetch_bytes_of(const char *p) {
+    for (int64_t offset = 0; offset < n_bytes; offset += cache_line)
+        __builtin_prefetch(p + offset);
+}
+
+// scores[i] [PI_PAGE] = q_i . k of one page, positions along the vector
 template <typename Value, int64_t n_q>
-inline void page_scores(const pi_attend *a, int64_t first, vfloat scores[n_q][page_vectors]) {
+inline void page_scores(const pi_attend *a, int64_t first, int64_t page, float (*scores)[most_positions]) {
     const float *q = a->q + first * a->head_dim;
-    const auto *k = static_cast<const typename Value::Element *>(a->k);
+    const auto *k = static_cast<const typename Value::Element *>(a->k[page]);
+    const auto *ahead = static_cast<const char *>(page_ahead(a->k, first, page));
+    vfloat sums[n_q][page_vectors];
     for (int64_t i = 0; i < n_q; ++i) {
         for (int64_t j = 0; j < page_vectors; ++j)
-            scores[i][j] = vzero();
+            sums[i][j] = vzero();
     }
     for (int64_t d = 0; d < a->head_dim; ++d, k += PI_PAGE) {
+        prefetch_bytes_of<PI_PAGE * sizeof *k>(ahead + d * PI_PAGE * static_cast<int64_t>(sizeof *k));
         vfloat query[n_q];
         for (int64_t i = 0; i < n_q; ++i)
             query[i] = vset(q[i * a->head_dim + d]);
         for (int64_t j = 0; j < page_vectors; ++j) {
             const vfloat key = Value::load(k + j * lanes);
             for (int64_t i = 0; i < n_q; ++i)
-                scores[i][j] = vfma(query[i], key, scores[i][j]);
+                sums[i][j] = vfma(query[i], key, sums[i][j]);
         }
+    }
+    for (int64_t i = 0; i < n_q; ++i) {
+        for (int64_t j = 0; j < page_vectors; ++j)
+            vstore(scores[i] + page * PI_PAGE + j * lanes, sums[i][j]);
     }
 }
 
-// p [PI_PAGE] = exp(score - peak), exactly 0 where not visible; updates the query's peak and sum and returns
-// the factor that its earlier output shrinks by. The query sees at least one position.
-inline float softmax_step(const pi_attend *a, int64_t i, const vfloat scores[page_vectors], float *p) {
-    vfloat visible[page_vectors];
+// p [n_pages, PI_PAGE]: scores become exp(score - peak), exactly 0 where not visible; updates the query's
+// peak and sum and returns the factor that its earlier output shrinks by.
+inline float softmax_step(const pi_attend *a, int64_t i, float *p) {
     vfloat largest = vset(-INFINITY);
-    for (int64_t j = 0; j < page_vectors; ++j) {
-        visible[j] = vchoose(vbits(a->visible[i] >> (j * lanes)), scores[j], vset(-INFINITY));
-        largest = vmax(largest, visible[j]);
+    for (int64_t page = 0; page < a->n_pages; ++page) {
+        const uint32_t visible = a->visible[page * a->n_q + i];
+        for (int64_t j = 0; j < page_vectors; ++j) {
+            float *at = p + page * PI_PAGE + j * lanes;
+            const vfloat score = vchoose(vbits(visible >> (j * lanes)), vload(at), vset(-INFINITY));
+            largest = vmax(largest, score);
+            vstore(at, score);
+        }
     }
     const float old_peak = a->peak[i];
-    const float page_peak = vmax_lane(largest);
-    const float peak = old_peak > page_peak ? old_peak : page_peak;
+    const float new_peak = vmax_lane(largest);
+    const float peak = old_peak > new_peak ? old_peak : new_peak;
     vfloat total = vzero();
-    for (int64_t j = 0; j < page_vectors; ++j) {
-        const vfloat weight = vexp_negative(vsub(visible[j], vset(peak)));
+    for (int64_t at = 0; at < a->n_pages * PI_PAGE; at += lanes) {
+        const vfloat weight = vexp_negative(vsub(vload(p + at), vset(peak)));
         total = vadd(total, weight);
-        vstore(p + j * lanes, weight);
+        vstore(p + at, weight);
     }
     const float shrink = vfirst_lane(vexp_negative(vset(old_peak - peak)));
     a->peak[i] = peak;
@@ -55,13 +80,20 @@ inline float softmax_step(const pi_attend *a, int64_t i, const vfloat scores[pag
     return shrink;
 }
 
+inline bool sees_nothing(const pi_attend *a, int64_t i) {
+    uint32_t positions = 0;
+    for (int64_t page = 0; page < a->n_pages; ++page)
+        positions |= a->visible[page * a->n_q + i];
+    return positions == 0;
+}
+
 // out_i[d .. d + n) = shrink_i * out_i + sum over positions of p_i * v, for `vectors` vectors of n elements
-// in all
+// in all; positions [n_pages]: those that some query of the group sees
 template <typename Value, int64_t n_q, int64_t vectors>
-inline void weigh_values(const pi_attend *a, int64_t first, int64_t d, int64_t n, const float p[n_q][PI_PAGE],
-                         const float shrink[n_q], uint32_t positions) {
+inline void weigh_values(const pi_attend *a, int64_t first, int64_t d, int64_t n,
+                         const float (*p)[most_positions], const float shrink[n_q],
+                         const uint32_t *positions) {
     float *out = a->out + first * a->head_dim + d;
-    const auto *v = static_cast<const typename Value::Element *>(a->v) + d;
     const bool whole = n == vectors * lanes;
     vfloat sums[n_q][vectors];
     for (int64_t i = 0; i < n_q; ++i) {
@@ -70,17 +102,22 @@ inline void weigh_values(const pi_attend *a, int64_t first, int64_t d, int64_t n
             sums[i][j] = vmul(vset(shrink[i]), whole ? vload(row + j * lanes) : vload_part(row, n));
         }
     }
-    for (int64_t position = 0; position < PI_PAGE; ++position, v += a->head_dim) {
-        if (!(positions >> position & 1))
-            continue;
-        for (int64_t j = 0; j < vectors; ++j) {
-            const vfloat value = whole ? Value::load(v + j * lanes) : Value::load_part(v, n);
-            for (int64_t i = 0; i < n_q; ++i)
-                sums[i][j] = vfma(vset(p[i][position]), value, sums[i][j]);
+    for (int64_t page = 0; page < a->n_pages; ++page) {
+        const auto *v = static_cast<const typename Value::Element *>(a->v[page]) + d;
+        const auto *ahead = static_cast<const typename Value::Element *>(page_ahead(a->v, first, page)) + d;
+        for (int64_t position = 0; position < PI_PAGE; ++position, v += a->head_dim, ahead += a->head_dim) {
+            prefetch_bytes_of<vectors * lanes * sizeof *v>(reinterpret_cast<const char *>(ahead));
+            if (!(positions[page] >> position & 1))
+                continue;
+            for (int64_t j = 0; j < vectors; ++j) {
+                const vfloat value = whole ? Value::load(v + j * lanes) : Value::load_part(v, n);
+                for (int64_t i = 0; i < n_q; ++i)
+                    sums[i][j] = vfma(vset(p[i][page * PI_PAGE + position]), value, sums[i][j]);
+            }
         }
     }
     for (int64_t i = 0; i < n_q; ++i) {
-        if (a->visible[first + i] == 0)
+        if (sees_nothing(a, first + i))
             continue; // untouched, to the sign of a zero
         float *row = out + i * a->head_dim;
         for (int64_t j = 0; j < vectors; ++j) {
@@ -93,18 +130,14 @@ inline void weigh_values(const pi_attend *a, int64_t first, int64_t d, int64_t n
     }
 }
 
+// Values of n_q queries, whose weights are p.
 template <typename Value, int64_t n_q>
-void attend_group(const pi_attend *a, int64_t first) {
-    uint32_t positions = 0;
-    for (int64_t i = 0; i < n_q; ++i)
-        positions |= a->visible[first + i];
-    if (positions == 0)
-        return;
-    vfloat scores[n_q][page_vectors];
-    page_scores<Value, n_q>(a, first, scores);
-    float p[n_q][PI_PAGE] = {}, shrink[n_q];
-    for (int64_t i = 0; i < n_q; ++i) {
-        shrink[i] = a->visible[first + i] ? softmax_step(a, first + i, scores[i], p[i]) : 1;
+inline void weigh_all(const pi_attend *a, int64_t first, const float (*p)[most_positions],
+                      const float shrink[n_q]) {
+    uint32_t positions[PI_ATTEND_PAGES] = {};
+    for (int64_t page = 0; page < a->n_pages; ++page) {
+        for (int64_t i = 0; i < n_q; ++i)
+            positions[page] |= a->visible[page * a->n_q + first + i];
     }
     int64_t d = 0;
     for (; d + 4 * lanes <= a->head_dim; d += 4 * lanes) {
@@ -114,6 +147,28 @@ void attend_group(const pi_attend *a, int64_t first) {
         const int64_t left = a->head_dim - d;
         weigh_values<Value, n_q, 1>(a, first, d, left < lanes ? left : lanes, p, shrink, positions);
     }
+}
+
+// Scores of n_q queries together, then their values, attend_queries at a time.
+template <typename Value, int64_t n_q>
+void attend_group(const pi_attend *a, int64_t first) {
+    float p[n_q][most_positions], shrink[n_q];
+    for (int64_t page = 0; page < a->n_pages; ++page)
+        page_scores<Value, n_q>(a, first, page, p);
+    for (int64_t i = 0; i < n_q; ++i) {
+        shrink[i] = 1;
+        if (!sees_nothing(a, first + i)) {
+            shrink[i] = softmax_step(a, first + i, p[i]);
+            continue;
+        }
+        for (int64_t at = 0; at < most_positions; at += lanes)
+            vstore(p[i] + at, vzero());
+    }
+    constexpr int64_t each = n_q < attend_queries ? n_q : attend_queries, rest = n_q % each;
+    for (int64_t i = 0; i + each <= n_q; i += each)
+        weigh_all<Value, each>(a, first + i, p + i, shrink + i);
+    if constexpr (rest > 0)
+        weigh_all<Value, rest>(a, first + n_q - rest, p + n_q - rest, shrink + n_q - rest);
 }
 
 // n_q <= most
@@ -129,10 +184,10 @@ void attend_rest(const pi_attend *a, int64_t first, int64_t n_q) {
 template <typename Value>
 void attend(const pi_attend *a) {
     int64_t first = 0;
-    for (; first + attend_queries <= a->n_q; first += attend_queries) {
-        attend_group<Value, attend_queries>(a, first);
+    for (; first + score_queries <= a->n_q; first += score_queries) {
+        attend_group<Value, score_queries>(a, first);
     }
-    attend_rest<Value, attend_queries - 1>(a, first, a->n_q - first);
+    attend_rest<Value, score_queries - 1>(a, first, a->n_q - first);
 }
 
 } // namespace

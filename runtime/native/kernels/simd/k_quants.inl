@@ -15,12 +15,17 @@ struct SubScales {
     float low[16][4];
 };
 
-// Elements 16 i .. 16 i + 15 of a block are sixteen bytes; members `bytes<i>` hand them out as 0..63.
+// The lows of a type with minima are the minima, those of the others scales that still lack their constant.
+template <typename Type>
+constexpr float low_weight = Type::zero == 0 ? 1 : Type::zero;
+
+// Elements 16 i .. 16 i + 15 of a block are sixteen bytes; members `bytes<i>` hand them out as
+// 0..63, and `zero` is the one that stands for 0 (or 0 itself, where there are minima).
 struct Q4_K {
     using Block = pi_block_q4_k;
     static constexpr int64_t block_bytes = sizeof(Block);
     static constexpr int64_t sub_elements = 32;
-    static constexpr float low_factor = -1;
+    static constexpr int zero = 0;
 
     template <int i>
     static vbytes bytes(const void *const blocks[4]) {
@@ -50,7 +55,7 @@ struct Q5_K {
     using Block = pi_block_q5_k;
     static constexpr int64_t block_bytes = sizeof(Block);
     static constexpr int64_t sub_elements = 32;
-    static constexpr float low_factor = -1;
+    static constexpr int zero = 0;
 
     template <int i>
     static vbytes bytes(const void *const blocks[4]) {
@@ -68,7 +73,7 @@ struct Q6_K {
     using Block = pi_block_q6_k;
     static constexpr int64_t block_bytes = sizeof(Block);
     static constexpr int64_t sub_elements = 16;
-    static constexpr float low_factor = -32;
+    static constexpr int zero = 32;
 
     template <int i>
     static vbytes bytes(const void *const blocks[4]) {
@@ -97,7 +102,7 @@ struct Q2_K {
     using Block = pi_block_q2_k;
     static constexpr int64_t block_bytes = sizeof(Block);
     static constexpr int64_t sub_elements = 16;
-    static constexpr float low_factor = -1;
+    static constexpr int zero = 0;
 
     template <int i>
     static vbytes bytes(const void *const blocks[4]) {
@@ -118,7 +123,7 @@ struct Q3_K {
     using Block = pi_block_q3_k;
     static constexpr int64_t block_bytes = sizeof(Block);
     static constexpr int64_t sub_elements = 16;
-    static constexpr float low_factor = -4;
+    static constexpr int zero = 4;
 
     template <int i>
     static vbytes bytes(const void *const blocks[4]) {
@@ -148,7 +153,6 @@ template <typename Type, int i>
 [[gnu::always_inline]] inline void dot_sub_blocks(const void *const blocks[4], const SubScales &f,
                                                   const pi_q8_vector *x, int64_t b, vdots *sums,
                                                   vrows *lows) {
-    constexpr bool minima = Type::low_factor == -1;
     const vbytes first = Type::template bytes<2 * i>(blocks),
                  second = Type::template bytes<2 * i + 1>(blocks);
     const int8_t *q = x->q + b * PI_QK;
@@ -157,7 +161,7 @@ template <typename Type, int i>
         *sums = add_scaled(*sums, rows_mul(rows_load(f.scale[i]), d), dot_unsigned(first, second, q));
         *lows = rows_fma(rows_load(f.low[i]), rows_set(x->s[b]), *lows);
     } else {
-        const float (*low)[4] = minima ? f.low : f.scale;
+        const float (*low)[4] = Type::zero == 0 ? f.low : f.scale;
         *sums = add_scaled(*sums, rows_mul(rows_load(f.scale[2 * i]), d), dot_unsigned(first, q));
         *sums = add_scaled(*sums, rows_mul(rows_load(f.scale[2 * i + 1]), d), dot_unsigned(second, q + 16));
         *lows = rows_fma(rows_load(low[2 * i]), rows_set(x->h[2 * b]), *lows);
@@ -184,7 +188,7 @@ inline void dot_k_group(const char *const *rows, Lookahead ahead, const pi_q8_ve
         for (int64_t r = 0; r < group_rows; ++r)
             blocks[r] = static_cast<const char *>(blocks[r]) + Type::block_bytes;
     });
-    rows_store(out, rows_fma(lows, rows_set(Type::low_factor), sum_dots(sums)));
+    rows_store(out, rows_fma(lows, rows_set(-low_weight<Type>), sum_dots(sums)));
 }
 
 template <typename Type>

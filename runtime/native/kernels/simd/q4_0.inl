@@ -16,9 +16,15 @@ struct Q4_0 {
 
     // sum of d_w * (q_w - 8) * d_x * q_x = d_w * d_x * (w . x) - 8 * d_w * s_x
     static constexpr bool shifted = true;
-    static vdots dot(const void *const blocks[4], const int8_t *x) {
+    static constexpr bool signed_bytes = false;
+    static constexpr int zero = 8;
+    template <int i> // elements 16 i .. 16 i + 15
+    static vbytes bytes(const void *const blocks[4]) {
         const vbytes packed = load_bytes(blocks, offsetof(Block, qs));
-        return dot_unsigned(low_nibbles(packed), high_nibbles(packed), x);
+        return i == 0 ? low_nibbles(packed) : high_nibbles(packed);
+    }
+    static vdots dot(const void *const blocks[4], const int8_t *x) {
+        return dot_unsigned(bytes<0>(blocks), bytes<1>(blocks), x);
     }
     static void scales(const void *const blocks[4], vrows *d, vrows *shift) {
         *d = load_halves(blocks, offsetof(Block, d));

@@ -8,13 +8,12 @@
 
 namespace {
 
-// q of 5 bits: nibbles in `qs`, the fifth bits in `qh`.
-template <typename Block>
-inline vdots dot_five_bits(const void *const blocks[4], const int8_t *x) {
+// Elements 16 i .. 16 i + 15: q of 5 bits, nibbles in `qs`, the fifth bits in `qh`.
+template <typename Block, int i>
+inline vbytes five_bits(const void *const blocks[4]) {
     const vbytes packed = load_bytes(blocks, offsetof(Block, qs));
-    const vwords high = load_words(blocks, offsetof(Block, qh));
-    return dot_unsigned(bytes_or(low_nibbles(packed), bytes_of_bits<0>(high, 16)),
-                        bytes_or(high_nibbles(packed), bytes_of_bits<1>(high, 16)), x);
+    const vbytes high = bytes_of_bits<i>(load_words(blocks, offsetof(Block, qh)), 16);
+    return bytes_or(i == 0 ? low_nibbles(packed) : high_nibbles(packed), high);
 }
 
 // value = d * (q - 16)
@@ -22,7 +21,15 @@ struct Q5_0 {
     using Block = pi_block_q5_0;
     static constexpr int64_t block_bytes = sizeof(Block);
     static constexpr bool shifted = true;
-    static vdots dot(const void *const blocks[4], const int8_t *x) { return dot_five_bits<Block>(blocks, x); }
+    static constexpr bool signed_bytes = false;
+    static constexpr int zero = 16;
+    template <int i>
+    static vbytes bytes(const void *const blocks[4]) {
+        return five_bits<Block, i>(blocks);
+    }
+    static vdots dot(const void *const blocks[4], const int8_t *x) {
+        return dot_unsigned(bytes<0>(blocks), bytes<1>(blocks), x);
+    }
     static void scales(const void *const blocks[4], vrows *d, vrows *shift) {
         *d = load_halves(blocks, offsetof(Block, d));
         *shift = rows_mul(*d, rows_set(-16));
@@ -34,18 +41,25 @@ struct Q5_1 {
     using Block = pi_block_q5_1;
     static constexpr int64_t block_bytes = sizeof(Block);
     static constexpr bool shifted = true;
-    static vdots dot(const void *const blocks[4], const int8_t *x) { return dot_five_bits<Block>(blocks, x); }
+    static constexpr bool signed_bytes = false;
+    static constexpr int zero = 0;
+    template <int i>
+    static vbytes bytes(const void *const blocks[4]) {
+        return five_bits<Block, i>(blocks);
+    }
+    static vdots dot(const void *const blocks[4], const int8_t *x) {
+        return dot_unsigned(bytes<0>(blocks), bytes<1>(blocks), x);
+    }
     static void scales(const void *const blocks[4], vrows *d, vrows *shift) {
         load_two_halves(blocks, offsetof(Block, d), d, shift);
     }
 };
 
-// table[q] of the nibbles in `qs`
-template <typename Block>
-inline vdots dot_table(const void *const blocks[4], const int8_t table[16], const int8_t *x) {
+// Elements 16 i .. 16 i + 15: table[q] of the nibbles in `qs`.
+template <typename Block, int i>
+inline vbytes table_values(const void *const blocks[4], const int8_t table[16]) {
     const vbytes packed = load_bytes(blocks, offsetof(Block, qs));
-    return dot_signed(look_up_bytes(table, low_nibbles(packed)), look_up_bytes(table, high_nibbles(packed)),
-                      x);
+    return look_up_bytes(table, i == 0 ? low_nibbles(packed) : high_nibbles(packed));
 }
 
 // value = d * table[q]
@@ -55,8 +69,13 @@ struct IQ4_NL {
     static constexpr bool shifted = false;
     static constexpr int8_t table[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                          1,    13,   25,  38,  53,  69,  89,  113};
+    static constexpr bool signed_bytes = true;
+    template <int i>
+    static vbytes bytes(const void *const blocks[4]) {
+        return table_values<Block, i>(blocks, table);
+    }
     static vdots dot(const void *const blocks[4], const int8_t *x) {
-        return dot_table<Block>(blocks, table, x);
+        return dot_signed(bytes<0>(blocks), bytes<1>(blocks), x);
     }
     static void scales(const void *const blocks[4], vrows *d) {
         *d = load_halves(blocks, offsetof(Block, d));
@@ -69,8 +88,13 @@ struct MXFP4 {
     static constexpr int64_t block_bytes = sizeof(Block);
     static constexpr bool shifted = false;
     static constexpr int8_t table[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    static constexpr bool signed_bytes = true;
+    template <int i>
+    static vbytes bytes(const void *const blocks[4]) {
+        return table_values<Block, i>(blocks, table);
+    }
     static vdots dot(const void *const blocks[4], const int8_t *x) {
-        return dot_table<Block>(blocks, table, x);
+        return dot_signed(bytes<0>(blocks), bytes<1>(blocks), x);
     }
     static void scales(const void *const blocks[4], vrows *d) {
         float factors[4];

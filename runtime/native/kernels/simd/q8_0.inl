@@ -18,9 +18,13 @@ struct Q8_0 {
 
     // sum of d_w * q_w * d_x * q_x = d_w * d_x * (w . x)
     static constexpr bool shifted = false;
+    static constexpr bool signed_bytes = true;
+    template <int i> // elements 16 i .. 16 i + 15
+    static vbytes bytes(const void *const blocks[4]) {
+        return load_bytes(blocks, offsetof(Block, qs) + 16 * i);
+    }
     static vdots dot(const void *const blocks[4], const int8_t *x) {
-        return dot_signed(load_bytes(blocks, offsetof(Block, qs)),
-                          load_bytes(blocks, offsetof(Block, qs) + 16), x);
+        return dot_signed(bytes<0>(blocks), bytes<1>(blocks), x);
     }
     static void scales(const void *const blocks[4], vrows *d) {
         *d = load_halves(blocks, offsetof(Block, d));

@@ -19,9 +19,9 @@
 namespace {
 
 template <typename Type>
-constexpr pi_type_kernels float_type{dequantize<Type>, dot_f32<Type>, nullptr, axpy<Type>};
+constexpr pi_type_kernels float_type{dequantize<Type>, dot_f32<Type>, nullptr, nullptr, axpy<Type>};
 template <typename Type>
-constexpr pi_type_kernels block_type{dequantize<Type>, dot_f32<Type>, dot_q8<Type>, axpy<Type>};
+constexpr pi_type_kernels block_type{dequantize<Type>, dot_f32<Type>, dot_q8<Type>, nullptr, axpy<Type>};
 
 // Vector code for int8 activations only: in floats, a block is unpacked first.
 template <typename Type>

@@ -64,7 +64,7 @@ void unpacked_axpy(const pi_rows *w, const float *coef, int64_t begin, int64_t n
 
 template <typename Block>
 constexpr pi_type_kernels unpacked_type(void (*dot_q8)(const pi_rows *, const pi_q8_vector *, float *)) {
-    return {unpacked_dequantize<Block>, unpacked_dot<Block>, dot_q8, unpacked_axpy<Block>};
+    return {unpacked_dequantize<Block>, unpacked_dot<Block>, dot_q8, nullptr, unpacked_axpy<Block>};
 }
 
 } // namespace

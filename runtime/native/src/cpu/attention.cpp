@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 namespace pi {
 namespace {
 
-constexpr uint32_t max_tile_queries = 32; // query rows that share a pass over the pages
-constexpr uint32_t span_pages = 8;        // of a split long context, for steps of few tokens
+constexpr uint32_t max_tile_queries = 64; // query rows that share a pass over the pages
+constexpr uint32_t query_group = 8;       // that kernels take together: tiles are multiples where they can be
+constexpr uint32_t span_pages = 16;       // of a split long context, for steps of few tokens
 constexpr uint32_t split_tokens = gemv_tokens;
 
 struct Tile {
@@ -32,8 +34,14 @@ uint32_t group_size(const ModelConfig &config) {
     return config.n_heads / config.n_kv_heads;
 }
 
+uint32_t tokens_of_tile(uint32_t group) {
+    const uint32_t most = std::max(max_tile_queries / group, 1u);
+    const uint32_t unit = query_group / std::gcd(query_group, group);
+    return most < unit ? most : most / unit * unit;
+}
+
 std::vector<Tile> make_tiles(const Step &step, const ModelConfig &config) {
-    const uint32_t tile_tokens = std::clamp(max_tile_queries / group_size(config), 1u, max_tile_queries);
+    const uint32_t tile_tokens = tokens_of_tile(group_size(config));
     const bool split = step.n_tokens() <= split_tokens;
     std::vector<Tile> tiles;
     uint32_t partial = 0;
@@ -65,12 +73,13 @@ class Attention {
         float *memory = stream.partials.floats(n_rows * (config_.head_dim + 2));
         partials_ = {memory, memory + n_rows * config_.head_dim, memory + n_rows * (config_.head_dim + 1)};
         queries_ = stream.heads.floats(uint64_t{stream.pool.n_threads()} * tile_floats());
+        visible_ = stream.visible.as<uint32_t>(uint64_t{stream.pool.n_threads()} * visible_words());
     }
 
     void run() {
         const int64_t n_tasks = static_cast<int64_t>(tiles_.size()) * config_.n_kv_heads;
-        stream_.pool.run(n_tasks, [this](int64_t task, uint32_t thread) {
-            const auto index = static_cast<uint32_t>(task);
+        stream_.pool.run(n_tasks, [this, n_tasks](int64_t task, uint32_t thread) {
+            const auto index = static_cast<uint32_t>(n_tasks - 1 - task); // the longest first
             attend_tile(tiles_[index / config_.n_kv_heads], index % config_.n_kv_heads, thread);
         });
         for (size_t i = 0; i < tiles_.size();)
@@ -78,7 +87,9 @@ class Attention {
     }
 
   private:
-    uint64_t tile_floats() const { return uint64_t{std::max(max_tile_queries, group_)} * config_.head_dim; }
+    uint64_t tile_queries() const { return std::max(max_tile_queries, group_); }
+    uint64_t tile_floats() const { return tile_queries() * config_.head_dim; }
+    uint64_t visible_words() const { return tile_queries() * PI_ATTEND_PAGES; }
     uint64_t row_of(const Tile &tile, uint32_t kv_head) const {
         return tile.partial + uint64_t{kv_head} * (tile.token_end - tile.token_begin) * group_;
     }
@@ -110,27 +121,31 @@ class Attention {
         std::fill_n(work.out, uint64_t{n_q} * config_.head_dim, 0.0f);
         std::fill_n(work.peak, n_q, -std::numeric_limits<float>::infinity());
         std::fill_n(work.sum, n_q, 0.0f);
-        for (uint32_t page = tile.page_begin; page < tile.page_end; ++page)
-            attend_page(tile, kv_head, page, work);
+        uint32_t *visible = visible_ + thread * visible_words();
+        for (uint32_t page = tile.page_begin; page < tile.page_end; page += PI_ATTEND_PAGES) {
+            work.n_pages = std::min<uint32_t>(PI_ATTEND_PAGES, tile.page_end - page);
+            attend_pages(tile, kv_head, page, visible, work);
+        }
     }
 
-    void attend_page(const Tile &tile, uint32_t kv_head, uint32_t page, pi_attend &work) const {
-        uint32_t visible[max_tile_queries];
-        std::vector<uint32_t> many; // a group larger than a tile has one token a tile
-        uint32_t *bits = visible;
-        if (work.n_q > max_tile_queries) {
-            many.resize(static_cast<size_t>(work.n_q));
-            bits = many.data();
+    // Pages [first, first + work.n_pages) of the tile's sequence; visible: room for [n_pages, n_q].
+    void attend_pages(const Tile &tile, uint32_t kv_head, uint32_t first, uint32_t *visible,
+                      pi_attend &work) const {
+        const KvCache &cache = *args_.cache;
+        work.visible = visible;
+        for (uint32_t i = 0; i < work.n_pages; ++i) {
+            for (uint32_t token = tile.token_begin; token < tile.token_end; ++token, visible += group_)
+                std::fill_n(visible, group_, step_.visible(token, first + i));
         }
-        for (uint32_t token = tile.token_begin; token < tile.token_end; ++token)
-            std::fill_n(bits + (token - tile.token_begin) * group_, group_, step_.visible(token, page));
-        const KvShape &shape = args_.cache->shape();
-        const uint8_t *head = args_.cache->head(
-            args_.layer, args_.cache->page_of(step_.sequences[tile.token_begin], page * PI_PAGE), kv_head);
-        work.visible = bits;
-        work.k = head;
-        work.v = head + shape.half_bytes();
-        shape.element_bytes == 4 ? stream_.kernels.attend_f32(&work) : stream_.kernels.attend_f16(&work);
+        for (uint32_t i = 0; i < PI_ATTEND_PAGES + PI_ATTEND_AHEAD; ++i) {
+            const uint32_t page = std::min(first + i, tile.page_end - 1);
+            const uint32_t at = cache.page_of(step_.sequences[tile.token_begin], page * PI_PAGE);
+            const uint8_t *head = cache.head(args_.layer, at, kv_head);
+            work.k[i] = head;
+            work.v[i] = head + cache.shape().half_bytes();
+        }
+        cache.shape().element_bytes == 4 ? stream_.kernels.attend_f32(&work)
+                                         : stream_.kernels.attend_f16(&work);
     }
 
     // Merges the spans of the tile at `first` into the output; returns the index of the next tile of other
@@ -181,6 +196,7 @@ class Attention {
     const uint32_t group_;
     Partials partials_{};
     float *queries_ = nullptr;
+    uint32_t *visible_ = nullptr;
 };
 
 } // namespace

@@ -29,9 +29,10 @@ class Scratch {
     uint64_t capacity_ = 0;
 };
 
-// Activations of a few tokens as int8 blocks.
+// Activations as int8 blocks, one token after the other.
 struct QuantisedInput {
     Scratch q, d, s, h;
+    Scratch rest; // [n_cols]
     std::vector<pi_q8_vector> tokens;
 };
 
@@ -41,34 +42,43 @@ struct CpuStream final : Stream {
 
     Pool pool;
     const pi_kernels &kernels;
-    const bool int8_activations; // against quantised weights, for up to gemv_tokens tokens at once
+    const bool int8_activations; // against quantised weights, as far as the kernels have it: see uses_int8
 
     QuantisedInput quantised;
     Scratch panels;   // packed input of a matrix product
+    Scratch second;   // results of what rounding left of some tokens
     Scratch tiles;    // [n_threads] weight tile and output tile
     Scratch partials; // attention splits, or FFN groups
     Scratch heads;    // [n_threads] gathered queries of an attention tile
+    Scratch visible;  // [n_threads] what they see of some pages
     Scratch gate, up; // [n_tokens, n_ff]
     Scratch fired_index, fired_coef, fired_count;
-    Scratch group_index, group_coef;
+    Scratch block_starts, ranges, range_fired;
+    Scratch group_index, group_coef, group_size;
     Scratch predicted, predictor_hidden, predictor_logits;
 };
 
-// Steps of up to this many tokens multiply row by row; larger ones through packed tiles.
+// Steps of up to this many tokens multiply row by row; larger ones as the type of the weights allows.
 constexpr uint32_t gemv_tokens = 4;
+// Weights that several tokens use one after the other: as many as stay in a core's second-level cache.
+constexpr int64_t shared_bytes = 256 * 1024;
 
 // Rows of a chunk to hand to a thread, where n_bytes of weights are to be read in all.
 int64_t rows_per_chunk(const CpuStream &stream, int64_t n_bytes, int64_t row_bytes);
 
-// Fills stream.quantised with the tokens of x [n_tokens, n_cols].
-void quantise_input(CpuStream &stream, const float *x, uint32_t n_tokens, uint64_t n_cols);
+// Fills stream.quantised with the tokens of x [n_tokens, n_cols], and behind them with what rounding left of
+// the tokens `twice`.
+void quantise_input(CpuStream &stream, const float *x, uint32_t n_tokens, uint64_t n_cols,
+                    std::span<const uint32_t> twice = {});
+// Whether a step of n_tokens multiplies the matrix with int8 activations.
 bool uses_int8(const CpuStream &stream, const Matrix &matrix, uint32_t n_tokens);
 
 // out [n_tokens, n_embd] = h [n_tokens, n_rows of the range] . rows: the product with a transposed matrix.
 void matmul_transposed(CpuStream &stream, const Matrix &matrix, uint64_t row_begin, uint64_t row_end,
                        const float *h, uint32_t n_tokens, float *out);
 
-void cpu_matmul(CpuStream &stream, std::span<const Product> products, const float *x, uint32_t n_tokens);
+void cpu_matmul(CpuStream &stream, std::span<const Product> products, const float *x,
+                const uint32_t *positions, uint32_t n_tokens);
 void cpu_attend(CpuStream &stream, const AttentionArgs &args);
 void cpu_ffn(CpuStream &stream, const FfnArgs &args);
 

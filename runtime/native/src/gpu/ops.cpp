@@ -42,7 +42,8 @@ void rms_norm(GpuStream &stream, const float *x, const float *gain, uint32_t n_r
     stream.device.call(&pi_gpu_api::rms_norm, x, stream.vector(gain), n_rows, n, eps, out);
 }
 
-void matmul(GpuStream &stream, std::span<const Product> products, const float *x, uint32_t n_tokens) {
+void matmul(GpuStream &stream, std::span<const Product> products, const float *x, const uint32_t *,
+            uint32_t n_tokens) {
     pi_gpu_product on_device[PI_GPU_MAX_PRODUCTS];
     if (products.size() > PI_GPU_MAX_PRODUCTS)
         throw Error(PI_FAILURE, "too many products of one input");
