@@ -84,12 +84,14 @@ asan pytest: export OMP_NUM_THREADS := 1
 native native-release neon asan tsan pytest: export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .PHONY: native native-release
+# Where nvcc is, the device library compiles too, for one architecture.
+CUDA := $(if $(shell command -v nvcc),-DPI_CUDA=ON)
 native: .venv/dev ## build build/dev/runtime/native/libpi.so
-	cmake --preset dev >/dev/null
+	cmake --preset dev $(CUDA) >/dev/null
 	cmake --build --preset dev
 
 native-release: .venv/dev
-	cmake --preset release >/dev/null
+	cmake --preset release $(CUDA) >/dev/null
 	cmake --build --preset release
 
 # ---- checks -----------------------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ tsan: .venv/dev build/stress.gguf ## stress test under ThreadSanitizer
 GPU_LIB := build/gpu/runtime/native/libpi.so
 GPU_PYTEST = PYTHONPATH=src PI_LIB=$(CURDIR)/$(GPU_LIB) $(PYTHON) -m pytest -p no:cacheprovider
 
-.PHONY: gpu-build gpu-test gpu-sanitize cuda-all
+.PHONY: gpu-build gpu-test gpu-speeds gpu-sanitize cuda-all
 gpu-build: ## build/gpu/runtime/native/libpi.so and libpi_cuda.so for the GPU in this machine
 	cmake -S . -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DPI_CUDA=ON -DPI_CUDA_ARCHITECTURES=native
 	cmake --build build/gpu
@@ -193,6 +195,9 @@ gpu-test: gpu-build ## the device library and whole models on the GPU; a test th
 	$(GPU_PYTEST) -q tests/gpu -k "not emulated" 2>&1 | tee build/gpu/test.log
 	@grep -q " passed" build/gpu/test.log || { echo "gpu-test: nothing passed" >&2; exit 1; }
 	@! grep "^SKIPPED" build/gpu/test.log || { echo "gpu-test: tests were skipped" >&2; exit 1; }
+
+gpu-speeds: gpu-build ## time and bandwidth of the device library's operations
+	PYTHONPATH=src:tests PI_LIB=$(CURDIR)/$(GPU_LIB) $(PYTHON) -m gpu.speeds
 
 gpu-sanitize: gpu-build ## the device library's tests under compute-sanitizer
 	PYTHONPATH=src PI_LIB=$(CURDIR)/$(GPU_LIB) compute-sanitizer --tool memcheck --error-exitcode 9 \

@@ -64,6 +64,13 @@ class UsedMemory {
     bool ready_ = false;
 };
 
+// Kernels are loaded with the context, not at their first launch, so that no memory is taken later. Read when the
+// driver starts, so this comes before every other call.
+void load_kernels_eagerly() {
+    static const int done = setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+    static_cast<void>(done);
+}
+
 // Makes the context with every kernel in it, so that nothing is loaded later, and returns what it takes.
 uint64_t make_context(int ordinal) {
     static std::mutex mutex;
@@ -73,7 +80,6 @@ uint64_t make_context(int ordinal) {
         check(cudaSetDevice(ordinal), "choosing the device");
         return known[ordinal];
     }
-    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
     const UsedMemory memory(ordinal);
     const uint64_t before = memory.n_bytes();
     check(cudaSetDevice(ordinal), "opening the device");
@@ -126,6 +132,7 @@ void describe(pi_gpu &gpu) {
 pi_gpu *open_device(uint32_t ordinal, uint64_t budget_bytes) {
     std::unique_ptr<pi_gpu, Close> gpu(new pi_gpu);
     gpu->ordinal = static_cast<int>(ordinal);
+    load_kernels_eagerly();
     describe(*gpu);
     gpu->context_bytes = make_context(gpu->ordinal);
     size_t free_bytes = 0, total_bytes = 0;
@@ -179,6 +186,7 @@ const char *error_text() {
 int32_t count_devices(uint32_t *n_devices) {
     return guarded([&] {
         int n = 0;
+        load_kernels_eagerly();
         check(cudaGetDeviceCount(&n), "looking for NVIDIA devices");
         *n_devices = static_cast<uint32_t>(n);
     });

@@ -84,14 +84,18 @@ bool all_reached(size_t begin, size_t end, uint64_t n, Count count) {
     return true;
 }
 
+// Every other block runs its threads backwards: what lacks a barrier comes out wrong one way or the other.
 void run_block() {
+    static bool backwards = false;
+    backwards = !backwards;
     for (uint32_t i = 0; i < n_threads; ++i) {
         fibers[i].started = fibers[i].done = false;
         fibers[i].barriers = fibers[i].exchanges = 0;
     }
     for (bool busy = true; busy;) {
         busy = false;
-        for (size_t i = 0; i < n_threads; ++i) {
+        for (size_t n = 0; n < n_threads; ++n) {
+            const size_t i = backwards ? n_threads - 1 - n : n;
             if (fibers[i].done)
                 continue;
             busy = true;
