@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpu.device import Device, library_path, opened
+from gpu.device import Device, DeviceError, library_path, opened
 
 EMULATED, CUDA = "gpu_emulated", "cuda"
 DEVICES = [
@@ -37,5 +37,8 @@ def _device(device_name: str) -> Iterator[Device]:
 def device(_device: Device) -> Iterator[Device]:
     """An open device, empty again after the test."""
     yield _device
-    _device.synchronize()
-    _device.release_all()
+    try:
+        _device.synchronize()
+        _device.release_all()
+    except DeviceError as failure:
+        pytest.exit(f"the device is lost, and with it this process: {failure}", 1)

@@ -64,8 +64,8 @@ class UsedMemory {
     bool ready_ = false;
 };
 
-// Kernels are loaded with the context, not at their first launch, so that no memory is taken later. Read when the
-// driver starts, so this comes before every other call.
+// Kernels are loaded with the context, not at their first launch, so that no memory is taken later. Read when
+// the driver starts, so this comes before every other call.
 void load_kernels_eagerly() {
     static const int done = setenv("CUDA_MODULE_LOADING", "EAGER", 0);
     static_cast<void>(done);
