@@ -184,7 +184,7 @@ tsan: .venv/dev build/stress.gguf ## stress test under ThreadSanitizer
 
 # Needs no environment of ours and no network: cmake, ninja, nvcc, and a python3 with numpy, pytest and hypothesis.
 GPU_LIB := build/gpu/runtime/native/libpi.so
-GPU_PYTEST = PYTHONPATH=src PI_LIB=$(CURDIR)/$(GPU_LIB) $(PYTHON) -m pytest -p no:cacheprovider
+GPU_PYTEST = env PYTHONPATH=src PI_LIB=$(CURDIR)/$(GPU_LIB) $(PYTHON) -m pytest -p no:cacheprovider
 
 .PHONY: gpu-build gpu-test gpu-speeds gpu-sanitize cuda-all
 gpu-build: ## build/gpu/runtime/native/libpi.so and libpi_cuda.so for the GPU in this machine
