@@ -31,7 +31,7 @@ def open_model(path: str, options: PlanOptions) -> Model:
     """Open and plan, say the plan, then allocate."""
     file = ModelFile(path)
     try:
-        machine = probe()
+        machine = probe(cpus=options.cpus)
         plan = plan_run(file.shape, options, machine)
         isa = native_lib.select_isa(plan.isa)
     except BaseException:
@@ -41,7 +41,7 @@ def open_model(path: str, options: PlanOptions) -> Model:
         console.detail(report.plan_table(file.shape, plan, machine, isa))
     else:
         console.info(report.plan_line(file.shape, plan))
-    if warning := report.memory_warning(file.shape, plan, machine):
+    for warning in report.warnings(file.shape, plan, machine):
         console.warning(warning)
     return Model(file, plan)
 
@@ -57,8 +57,9 @@ def open_for(args: argparse.Namespace) -> Iterator[Model]:
 def dry_run(args: argparse.Namespace) -> None:
     """Print the plan to stdout."""
     with ModelFile(args.model) as file:
-        machine = probe()
-        plan = plan_run(file.shape, plan_options(args, args.threads, args.ctx_size), machine)
+        options = plan_options(args, args.threads, args.ctx_size)
+        machine = probe(cpus=options.cpus)
+        plan = plan_run(file.shape, options, machine)
         isa = native_lib.select_isa(plan.isa)
         print(plan.to_json() if args.json else report.plan_table(file.shape, plan, machine, isa))
 

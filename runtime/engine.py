@@ -19,6 +19,7 @@ from powerinfer_toolkit.runtime import native_lib
 from powerinfer_toolkit.runtime.model_file import ModelFile
 from powerinfer_toolkit.runtime.native_handle import NativeHandle
 from powerinfer_toolkit.runtime.native_lib import BytePtr, FloatPtr, Int32Ptr, UInt64Ptr
+from powerinfer_toolkit.runtime.plan.machine import threads_on
 from powerinfer_toolkit.runtime.plan.plan import Plan
 
 FOR_EVER = 0xFFFFFFFF
@@ -87,7 +88,10 @@ class Engine(NativeHandle):
         self._library = native_lib.load()
         super().__init__(self._library.pi_engine_free, "model")
         native_plan = plan.to_native()
-        self._library.pi_engine_create(file.handle, ct.byref(native_plan), ct.byref(self.handle))
+        with threads_on(plan.cpus):
+            self._library.pi_engine_create(
+                file.handle, ct.byref(native_plan), ct.byref(self.handle)
+            )
         self._ticket = ct.c_uint64()  # of the last step
         self._ended = 0  # ticket of the last step that was waited for
 

@@ -66,6 +66,7 @@ class Model:
         isa: str | None = None,
         ram_budget_bytes: int | None = None,
         vram_budget_bytes: int | None = None,
+        cpus: tuple[int, ...] | None = None,
     ) -> Self:
         """Open a GGUF or PowerInfer-GGUF file, plan and allocate; PlanOptions explains the options.
 
@@ -85,6 +86,7 @@ class Model:
             isa=isa,
             ram_budget_bytes=ram_budget_bytes,
             vram_budget_bytes=vram_budget_bytes,
+            cpus=cpus,
         )
         return cls.open(path, options)
 
@@ -93,7 +95,7 @@ class Model:
         """Do what load does, with the options as one object."""
         file = ModelFile(path)
         try:
-            plan = plan_run(file.shape, options, probe())
+            plan = plan_run(file.shape, options, probe(cpus=options.cpus))
         except BaseException:
             file.close()
             raise

@@ -72,7 +72,46 @@ def add_model_options(parser: argparse.ArgumentParser, *, several: bool = False)
         metavar="NAME",
         help="instruction set of the kernels, see --doctor (default: $PI_ISA, else the best one)",
     )
+    _add_cpu_options(parser)
     _add_gpu_options(parser)
+
+
+def _add_cpu_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("processors").add_mutually_exclusive_group()
+    group.add_argument(
+        "-C",
+        "--cpu-mask",
+        dest="cpus",
+        type=_mask_cpus,
+        metavar="HEX",
+        help="run the threads on these logical processors only, bit i for processor i; at most as many threads "
+        "as processors (default: all that this process may use)",
+    )
+    group.add_argument(
+        "-Cr",
+        "--cpu-range",
+        dest="cpus",
+        type=_range_cpus,
+        metavar="LO-HI",
+        help="the same as a range, both ends included",
+    )
+
+
+def _mask_cpus(text: str) -> tuple[int, ...]:
+    """Parse a hexadecimal mask of logical processors."""
+    digits = text.removeprefix("0x")
+    if not re.fullmatch(r"[0-9a-fA-F]{1,256}", digits) or not int(digits, 16):
+        raise argparse.ArgumentTypeError(f"{text!r} is no hexadecimal mask with a bit set")
+    mask = int(digits, 16)
+    return tuple(cpu for cpu in range(mask.bit_length()) if mask >> cpu & 1)
+
+
+def _range_cpus(text: str) -> tuple[int, ...]:
+    """Parse LO-HI, both included."""
+    found = re.fullmatch(r"(\d{1,4})-(\d{1,4})", text)
+    if not found or int(found[1]) > int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of processors like 0-3")
+    return tuple(range(int(found[1]), int(found[2]) + 1))
 
 
 def _add_gpu_options(parser: argparse.ArgumentParser) -> None:
@@ -183,4 +222,5 @@ def plan_options(args: argparse.Namespace, threads: int | None, context: int | N
         isa=args.isa,
         ram_budget_bytes=_ram_budget(args),
         vram_budget_bytes=_vram_budget(args),
+        cpus=args.cpus,
     )

@@ -97,15 +97,21 @@ def _gpu_text(shape: ModelShape, plan: Plan) -> str:
     )
 
 
-def memory_warning(shape: ModelShape, plan: Plan, machine: Machine) -> str:
-    """Return what to say of weights that will not stay in memory, "" where they will."""
+def warnings(shape: ModelShape, plan: Plan, machine: Machine) -> list[str]:
+    """Return what to say of weights that will not stay in memory, and of threads without a core."""
+    texts = []
     need = memory_need(shape, plan).total_bytes
-    if need <= machine.available_bytes:
-        return ""
-    return (
-        f"this run uses {format_bytes(need)} of memory and {format_bytes(machine.available_bytes)} are "
-        "available: weights will be read from the disk again and again"
-    )
+    if need > machine.available_bytes:
+        texts.append(
+            f"this run uses {format_bytes(need)} of memory and {format_bytes(machine.available_bytes)} are "
+            "available: weights will be read from the disk again and again"
+        )
+    if plan.n_threads > machine.n_cores:
+        texts.append(
+            f"{plan.n_threads} threads share the {machine.n_cores} cores that this process may use, "
+            "which is slower than a thread for each core: lower -t"
+        )
+    return texts
 
 
 def _limits(plan: Plan, machine: Machine) -> str:

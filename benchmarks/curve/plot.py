@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from pathlib import Path
 
 from matplotlib import pyplot
 
@@ -30,7 +31,9 @@ def main(source: str, target: str) -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(target, metadata={"Date": None} if target.endswith(".svg") else None)
+    figure.savefig(target, metadata={"Date": None})
+    lines = Path(target).read_text(encoding="utf-8").splitlines()
+    Path(target).write_text("".join(line.rstrip() + "\n" for line in lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

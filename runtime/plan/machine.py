@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from powerinfer_toolkit.errors import UsageError
 
 _CGROUP = Path("sys/fs/cgroup")
 
@@ -18,9 +22,18 @@ class Machine:
     available_bytes: int  # memory that can be taken without swapping
 
 
-def probe(root: Path = Path("/")) -> Machine:
-    """Look at the machine; `root` stands in for / in tests."""
-    cpus = _affinity(root)
+def probe(root: Path = Path("/"), *, cpus: Sequence[int] | None = None) -> Machine:
+    """Look at the machine, or at those logical processors of it; `root` stands in for / in tests.
+
+    Raises UsageError for a processor that this process may not use.
+    """
+    allowed = _affinity(root)
+    cpus = allowed if cpus is None else cpus
+    if refused := sorted(set(cpus) - set(allowed)):
+        raise UsageError(
+            f"this process may not use processor {refused[0]}",
+            hint=f"it may use {', '.join(map(str, allowed))}",
+        )
     cores = len({_core_of(root, cpu) for cpu in cpus})
     groups = _own_groups(root)
     quota = min((q for group in groups if (q := _cpu_quota(group)) is not None), default=None)
@@ -28,6 +41,28 @@ def probe(root: Path = Path("/")) -> Machine:
         cores = max(1, min(cores, int(quota)))
     limits = [left for group in groups if (left := _memory_left(group)) is not None]
     return Machine(cores, len(cpus), min([_memory_available(root), *limits]))
+
+
+@contextmanager
+def threads_on(cpus: Sequence[int] | None) -> Iterator[None]:
+    """Let threads that start inside run on these logical processors only; None changes nothing.
+
+    Raises UsageError where the system cannot do that.
+    """
+    if cpus is None:
+        yield
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise UsageError("this system does not place threads", hint="leave --cpu-mask out")
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as failure:
+        raise UsageError(f"threads cannot be placed on processors {cpus}: {failure}") from failure
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def last_level_cache_bytes(root: Path = Path("/")) -> int:

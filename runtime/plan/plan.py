@@ -86,6 +86,7 @@ class Plan:
     isa: str | None = None  # None: $PI_ISA, else the best one
     ram_budget_bytes: int | None = None  # what the plan was held against; None: available memory
     vram_budget_bytes: int = 0  # ceiling of everything on the GPU; 0: none is used
+    cpus: tuple[int, ...] | None = None  # logical processors of the threads; None: all there are
 
     @property
     def ffn_mode(self) -> FfnMode:
@@ -169,4 +170,6 @@ def _parse(document: dict[str, Any]) -> dict[str, Any]:
         Tier(tier["max_tokens"], FfnMode[tier["ffn_mode"].upper()]) for tier in document["tiers"]
     )
     types = {key: TensorType[document[key].upper()] for key in ("kv_type", "activation_type")}
-    return {**document, "units": units, "tiers": tiers, **types}
+    cpus = document.get("cpus")
+    places = {"cpus": None if cpus is None else tuple(cpus)}
+    return {**document, "units": units, "tiers": tiers, **types, **places}

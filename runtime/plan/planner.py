@@ -49,7 +49,7 @@ class PlanOptions:
     line: `ffn` dense, exact, predicted; `kv_type` f32, f16; `activation_type` f32, q8_0. `ram_budget_bytes` is
     a ceiling over everything in MemoryNeed; without one only what has to be allocated is held against the
     available memory, since mapped weights can be read again. `vram_budget_bytes`: None or 0 runs on the CPU,
-    -1 takes what is free on the GPU (see gpu.py).
+    -1 takes what is free on the GPU (see gpu.py). `cpus` are the logical processors of the threads.
     """
 
     threads: int | None = None
@@ -64,6 +64,7 @@ class PlanOptions:
     isa: str | None = None
     ram_budget_bytes: int | None = None
     vram_budget_bytes: int | None = None
+    cpus: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def plan_cpu(shape: ModelShape, options: PlanOptions, machine: Machine) -> Plan:
     plan = Plan(
         units=_units(shape),
         tiers=_tiers(mode, batch, options.predict_all),
-        n_threads=_choose_threads(options.threads, machine),
+        n_threads=_choose_threads(options, machine),
         max_batch_tokens=batch,
         n_sequences=n_sequences,
         n_context=n_context,
@@ -115,6 +116,7 @@ def plan_cpu(shape: ModelShape, options: PlanOptions, machine: Machine) -> Plan:
         sparse_threshold=_checked_threshold(options.sparse_threshold, mode),
         isa=options.isa,
         ram_budget_bytes=_checked_budget(options.ram_budget_bytes),
+        cpus=options.cpus,
     )
     _check_memory(memory_need(shape, plan), plan.ram_budget_bytes, machine)
     return plan
@@ -185,10 +187,16 @@ def _choose_context(shape: ModelShape, asked: int | None) -> int:
     return _in_range("context", asked, 0, shape.n_ctx_train) or shape.n_ctx_train
 
 
-def _choose_threads(asked: int | None, machine: Machine) -> int:
-    if asked is None:
+def _choose_threads(options: PlanOptions, machine: Machine) -> int:
+    if options.threads is None:
         return min(machine.n_cores, MAX_THREADS)
-    return _in_range("threads", asked, 1, min(MAX_THREADS, THREADS_PER_CPU * machine.n_cpus))
+    if options.cpus is not None and options.threads > len(options.cpus):
+        raise UsageError(
+            f"{options.threads} threads do not fit on the {len(options.cpus)} processors named",
+            hint="name more processors or fewer threads",
+        )
+    most = min(MAX_THREADS, THREADS_PER_CPU * machine.n_cpus)
+    return _in_range("threads", options.threads, 1, most)
 
 
 def _checked_threshold(asked: float | None, mode: FfnMode) -> float | None:

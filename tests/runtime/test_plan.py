@@ -192,6 +192,7 @@ def test_damaged_plans_are_refused():
             "isa",
             "ram_budget_bytes",
             "vram_budget_bytes",
+            "cpus",
         ):
             with pytest.raises(PiError, match="not a plan"):
                 Plan.from_json(json.dumps(damaged))

@@ -18,6 +18,7 @@
 namespace {
 
 constexpr uint32_t prompt_tokens = 40, decode_steps = 24, rounds = 8, n_sequences = 4;
+constexpr uint32_t wide_step = 6; // every third step of a text
 constexpr uint32_t load_cycles = 1000, n_models = 8;
 
 void check(pi_status status) {
@@ -62,7 +63,7 @@ pi_model_config config_of(const pi_model *model) {
 EnginePtr create_engine(pi_model *model, uint32_t n_threads) {
     const pi_model_config config = config_of(model);
     const std::vector<pi_unit> units = cpu_units(config);
-    const pi_tier tiers[] = {{1, PI_FFN_PREDICTED}, {prompt_tokens, PI_FFN_EXACT}};
+    const pi_tier tiers[] = {{wide_step, PI_FFN_PREDICTED}, {prompt_tokens, PI_FFN_EXACT}};
     pi_plan plan{};
     plan.size = sizeof plan;
     plan.units = units.data();
@@ -120,7 +121,7 @@ std::vector<float> generate(pi_engine *engine, uint32_t n_vocab) {
     std::vector<float> logits;
     int32_t position = 0;
     for (uint32_t step = 0; step <= decode_steps; ++step) {
-        const uint32_t n = step == 0 ? prompt_tokens : 1;
+        const uint32_t n = step == 0 ? prompt_tokens : step % 3 == 0 ? wide_step : 1;
         check(wait(engine, submit(engine, position, n)));
         position += static_cast<int32_t>(n);
         const float *data = nullptr;

@@ -297,6 +297,8 @@ float *Scratch::floats(uint64_t n) {
 }
 
 int64_t rows_per_chunk(const CpuStream &stream, int64_t n_bytes, int64_t row_bytes) {
+    if (stream.pool.n_threads() == 1) // nobody to share with
+        return std::max(n_bytes / row_bytes, min_chunk_rows);
     const int64_t share = n_bytes / (stream.pool.n_threads() * chunks_per_thread);
     return std::max(std::clamp(share, min_chunk_bytes, max_chunk_bytes) / row_bytes, min_chunk_rows);
 }
