@@ -58,21 +58,33 @@ __device__ __forceinline__ void multiply_slice(const typename Type<type>::Packed
                                                const float4 *shared, uint32_t stride, uint32_t slice,
                                                float (*sum)[columns]) {
     constexpr int width = Type<type>::width;
-    float weight[gemv_rows][width];
+    constexpr bool scaled_after = requires { Type<type>::scale(packed[0]); };
+    float weight[gemv_rows][width], scale[gemv_rows];
 #pragma unroll
-    for (int r = 0; r < gemv_rows; ++r)
-        Type<type>::unpack(packed[r], weight[r]);
+    for (int r = 0; r < gemv_rows; ++r) {
+        scale[r] = 1.0f;
+        if constexpr (scaled_after) {
+            Type<type>::quants(packed[r], weight[r]);
+            scale[r] = Type<type>::scale(packed[r]);
+        } else {
+            Type<type>::unpack(packed[r], weight[r]);
+        }
+    }
 #pragma unroll
     for (int c = 0; c < columns; ++c) {
+        float part[gemv_rows] = {};
 #pragma unroll
         for (int j = 0; j < width / 4; ++j) {
             const float4 x = shared[c * stride + swizzled(slice * (width / 4) + j)];
 #pragma unroll
             for (int r = 0; r < gemv_rows; ++r) {
                 const float *w = weight[r] + 4 * j;
-                sum[r][c] += w[0] * x.x + w[1] * x.y + w[2] * x.z + w[3] * x.w;
+                part[r] += w[0] * x.x + w[1] * x.y + w[2] * x.z + w[3] * x.w;
             }
         }
+#pragma unroll
+        for (int r = 0; r < gemv_rows; ++r)
+            sum[r][c] += part[r] * scale[r];
     }
 }
 

@@ -47,6 +47,12 @@ __device__ __forceinline__ void four(uint32_t word, float bias, float scale, flo
         out[i] = scale * byte_float(word, i, bias) + low;
 }
 
+__device__ __forceinline__ void four_bytes(uint32_t word, float bias, float *out) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        out[i] = byte_float(word, i, bias);
+}
+
 // Bits 0 to 3 of b into bit 0 of the four bytes.
 __device__ __forceinline__ uint32_t spread_bits(uint32_t b) {
     return ((b & 15u) * 0x00204081u) & 0x01010101u;
@@ -80,6 +86,17 @@ __device__ __forceinline__ void unpack_table(const uint32_t *words, float scale,
 
 template <int type>
 struct Type;
+
+// A type with one scale for a Packed also says quants() without it and scale(), so that a product of many
+// elements multiplies by it once.
+template <typename Of>
+__device__ __forceinline__ void unpack_scaled(const typename Of::Packed &p, float *out) {
+    Of::quants(p, out);
+    const float scale = Of::scale(p);
+#pragma unroll
+    for (int i = 0; i < Of::width; ++i)
+        out[i] *= scale;
+}
 
 template <>
 struct Type<PI_KT_F32> {
@@ -138,12 +155,15 @@ struct Type<PI_KT_Q8_0> {
         return {read<uint4>(field<PI_KT_Q8_0, 0>(row, 0) + 16 * uint64_t{i}),
                 read<uint16_t>(field<PI_KT_Q8_0, 1>(row, i / 2))};
     }
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
+    static __device__ __forceinline__ float scale(const Packed &p) { return half_bits(p.d); }
+    static __device__ __forceinline__ void quants(const Packed &p, float *out) {
         const uint32_t words[4] = {p.q.x, p.q.y, p.q.z, p.q.w};
-        const float d = half_bits(p.d);
 #pragma unroll
         for (int w = 0; w < 4; ++w)
-            four(words[w] ^ 0x80808080u, 128.0f, d, 0.0f, out + 4 * w);
+            four_bytes(words[w] ^ 0x80808080u, 128.0f, out + 4 * w);
+    }
+    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
+        unpack_scaled<Type>(p, out);
     }
 };
 
@@ -172,7 +192,16 @@ struct Nibbles {
 template <>
 struct Type<PI_KT_Q4_0> : Nibbles<PI_KT_Q4_0, uint16_t> {
     static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        linear(p.q, 8.0f, half_bits(p.d), 0.0f, out);
+        unpack_scaled<Type>(p, out);
+    }
+    static __device__ __forceinline__ float scale(const Packed &p) { return half_bits(p.d); }
+    static __device__ __forceinline__ void quants(const Packed &p, float *out) {
+        const uint32_t words[4] = {p.q.x, p.q.y, p.q.z, p.q.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            four_bytes(words[w] & 0x0f0f0f0fu, 8.0f, out + 4 * w);
+            four_bytes(words[w] >> 4 & 0x0f0f0f0fu, 8.0f, out + 16 + 4 * w);
+        }
     }
 };
 
@@ -187,10 +216,14 @@ struct Type<PI_KT_Q4_1> : Nibbles<PI_KT_Q4_1, uint32_t> {
 template <>
 struct Type<PI_KT_IQ4_NL> : Nibbles<PI_KT_IQ4_NL, uint16_t> {
     // -127 -104 -83 -65 | -49 -35 -22 -10 | 1 13 25 38 | 53 69 89 113
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
+    static __device__ __forceinline__ void quants(const Packed &p, float *out) {
         const uint4 table = {0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u};
         const uint32_t words[4] = {p.q.x, p.q.y, p.q.z, p.q.w};
-        unpack_table<4>(words, half_bits(p.d), table, out);
+        unpack_table<4>(words, 1.0f, table, out);
+    }
+    static __device__ __forceinline__ float scale(const Packed &p) { return half_bits(p.d); }
+    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
+        unpack_scaled<Type>(p, out);
     }
 };
 
@@ -201,11 +234,16 @@ __device__ __forceinline__ uint4 e2m1_table() {
 
 template <>
 struct Type<PI_KT_MXFP4> : Nibbles<PI_KT_MXFP4, uint8_t> {
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        const uint32_t e = p.d;
-        const float d = 0.5f * __uint_as_float(e << 23 | (e == 0 ? 1u << 22 : 0u));
+    static __device__ __forceinline__ void quants(const Packed &p, float *out) {
         const uint32_t words[4] = {p.q.x, p.q.y, p.q.z, p.q.w};
-        unpack_table<4>(words, d, e2m1_table(), out);
+        unpack_table<4>(words, 1.0f, e2m1_table(), out);
+    }
+    static __device__ __forceinline__ float scale(const Packed &p) {
+        const uint32_t e = p.d;
+        return 0.5f * __uint_as_float(e << 23 | (e == 0 ? 1u << 22 : 0u));
+    }
+    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
+        unpack_scaled<Type>(p, out);
     }
 };
 
