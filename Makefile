@@ -15,7 +15,8 @@ PEER := xllamacpp==2026.10.11549
 NATIVE_TESTS = $(wildcard tests/runtime tests/parity tests/fuzz)
 RELEASE_LIB := build/release/runtime/native/libpi.so
 ASAN_LIB := build/asan/runtime/native/libpi.so
-NATIVE_FILES = $(shell find runtime/native benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+NATIVE_FILES = $(shell find runtime/native benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' \
+	-o -name '*.cuh')
 TEST_PARTS := setup lint types native-release neon asan tsan pytest
 # make test leaves the part neon out where these are missing; .ci/run installs them.
 NEON_TOOLS := aarch64-linux-gnu-g++ qemu-aarch64
@@ -83,12 +84,14 @@ asan pytest: export OMP_NUM_THREADS := 1
 native native-release neon asan tsan pytest: export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .PHONY: native native-release
+# Where nvcc is, the device library compiles too, for one architecture.
+CUDA := $(if $(shell command -v nvcc),-DPI_CUDA=ON)
 native: .venv/dev ## build build/dev/runtime/native/libpi.so
-	cmake --preset dev >/dev/null
+	cmake --preset dev $(CUDA) >/dev/null
 	cmake --build --preset dev
 
 native-release: .venv/dev
-	cmake --preset release >/dev/null
+	cmake --preset release $(CUDA) >/dev/null
 	cmake --build --preset release
 
 # ---- checks -----------------------------------------------------------------------------------------------
@@ -176,6 +179,40 @@ tsan: .venv/dev build/stress.gguf ## stress test under ThreadSanitizer
 	cmake --preset tsan >/dev/null
 	cmake --build --preset tsan
 	TSAN_OPTIONS=halt_on_error=1 $(FIXED_ADDRESSES) build/tsan/runtime/native/pi_stress build/stress.gguf
+
+# ---- GPU --------------------------------------------------------------------------------------------------
+
+# Needs no environment of ours and no network: cmake, ninja, nvcc, and a python3 with numpy, pytest and hypothesis.
+GPU_LIB := build/gpu/runtime/native/libpi.so
+GPU_PYTEST = env PYTHONPATH=src PI_LIB=$(CURDIR)/$(GPU_LIB) $(PYTHON) -m pytest -p no:cacheprovider
+
+.PHONY: gpu-build gpu-test gpu-speeds gpu-sanitize cuda-all
+gpu-build: ## build/gpu/runtime/native/libpi.so and libpi_cuda.so for the GPU in this machine
+	cmake -S . -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DPI_CUDA=ON -DPI_CUDA_ARCHITECTURES=native
+	cmake --build build/gpu
+
+# A file a process: after a fault the driver serves a process no more, and its other tests would fail with it.
+gpu-test: gpu-build ## the device library and whole models on the GPU; a test that skips is a failure
+	@rm -f build/gpu/test.log
+	@failed=; for file in tests/gpu/test_*.py; do \
+	    if ! timeout 300 $(GPU_PYTEST) -q --tb=short -k "not emulated" $$file 2>&1 | tee -a build/gpu/test.log; then \
+	        failed+=" $$file"; \
+	    fi; \
+	done; [ -z "$$failed" ] || { echo "gpu-test: failed:$$failed" >&2; exit 1; }
+	@grep -q " passed" build/gpu/test.log || { echo "gpu-test: nothing passed" >&2; exit 1; }
+	@! grep "^SKIPPED" build/gpu/test.log || { echo "gpu-test: tests were skipped" >&2; exit 1; }
+
+gpu-speeds: gpu-build ## time and bandwidth of the device library's operations
+	PYTHONPATH=src:tests PI_LIB=$(CURDIR)/$(GPU_LIB) $(PYTHON) -m gpu.speeds
+
+gpu-sanitize: gpu-build ## the device library's tests under compute-sanitizer
+	PYTHONPATH=src PI_LIB=$(CURDIR)/$(GPU_LIB) compute-sanitizer --tool memcheck --error-exitcode 9 \
+	    $(PYTHON) -m pytest -p no:cacheprovider -q tests/gpu/test_products.py tests/gpu/test_attention.py \
+	    tests/gpu/test_operations.py -k "cuda and (attention or operations or F16 or Q4_K or NVFP4)"
+
+cuda-all: ## libpi_cuda.so for every supported architecture, without a GPU
+	cmake -S . -B build/cuda-all -G Ninja -DCMAKE_BUILD_TYPE=Release -DPI_WERROR=ON -DPI_CUDA=ON
+	cmake --build build/cuda-all --target pi_cuda
 
 .PHONY: test
 test: ## everything: lint, types, warnings, sanitizers, tests; seconds per part at the end

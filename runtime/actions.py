@@ -20,8 +20,9 @@ from powerinfer_toolkit.runtime.model import Model
 from powerinfer_toolkit.runtime.model_file import ModelFile
 from powerinfer_toolkit.runtime.options import plan_options
 from powerinfer_toolkit.runtime.perplexity import cut_windows, measure
+from powerinfer_toolkit.runtime.plan.gpu import plan_run
 from powerinfer_toolkit.runtime.plan.machine import probe
-from powerinfer_toolkit.runtime.plan.planner import PlanOptions, plan_cpu
+from powerinfer_toolkit.runtime.plan.planner import PlanOptions
 from powerinfer_toolkit.runtime.record import recording
 from powerinfer_toolkit.runtime.sampling import Sampling
 
@@ -31,7 +32,7 @@ def open_model(path: str, options: PlanOptions) -> Model:
     file = ModelFile(path)
     try:
         machine = probe(cpus=options.cpus)
-        plan = plan_cpu(file.shape, options, machine)
+        plan = plan_run(file.shape, options, machine)
         isa = native_lib.select_isa(plan.isa)
     except BaseException:
         file.close()
@@ -58,7 +59,7 @@ def dry_run(args: argparse.Namespace) -> None:
     with ModelFile(args.model) as file:
         options = plan_options(args, args.threads, args.ctx_size)
         machine = probe(cpus=options.cpus)
-        plan = plan_cpu(file.shape, options, machine)
+        plan = plan_run(file.shape, options, machine)
         isa = native_lib.select_isa(plan.isa)
         print(plan.to_json() if args.json else report.plan_table(file.shape, plan, machine, isa))
 

@@ -59,7 +59,10 @@ class Stats:
     neurons_guessed: int  # of those, that a predictor let through
     kv_bytes: int
     scratch_bytes: int
-    isa: str
+    isa: str  # of the CPU's kernels, "" where everything is on the GPU
+    device: str  # the GPU's name, "" where none is used
+    device_bytes: int  # taken there, the context included
+    device_context_bytes: int
 
     @property
     def active_share(self) -> float:
@@ -162,8 +165,10 @@ class Engine(NativeHandle):
         """Return the counters."""
         native = native_lib.Stats()
         self._library.pi_engine_stats(self.handle, ct.byref(native))
-        names = [name for name in Stats.__dataclass_fields__ if name != "isa"]
-        return Stats(**{n: getattr(native, n) for n in names}, isa=(native.isa or b"").decode())
+        texts = {name: (getattr(native, name) or b"").decode() for name in ("isa", "device")}
+        names = [name for name in Stats.__dataclass_fields__ if name not in texts]
+        fields: dict[str, Any] = {name: getattr(native, name) for name in names}
+        return Stats(**fields | texts)
 
     def reset_stats(self) -> None:
         """Set the counters to zero."""

@@ -15,9 +15,10 @@ from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.runtime.engine import Batch, Engine, FfnRule, Stats, int32_array
 from powerinfer_toolkit.runtime.generate import Generation, Limits
 from powerinfer_toolkit.runtime.model_file import ModelFile
+from powerinfer_toolkit.runtime.plan.gpu import plan_run
 from powerinfer_toolkit.runtime.plan.machine import probe
 from powerinfer_toolkit.runtime.plan.plan import FfnMode, Plan
-from powerinfer_toolkit.runtime.plan.planner import DEFAULT_BATCH, PlanOptions, plan_cpu
+from powerinfer_toolkit.runtime.plan.planner import DEFAULT_BATCH, PlanOptions
 from powerinfer_toolkit.runtime.plan.shape import ModelShape
 from powerinfer_toolkit.runtime.sampling import Sampling
 
@@ -64,6 +65,7 @@ class Model:
         sparse_threshold: float | None = None,
         isa: str | None = None,
         ram_budget_bytes: int | None = None,
+        vram_budget_bytes: int | None = None,
         cpus: tuple[int, ...] | None = None,
     ) -> Self:
         """Open a GGUF or PowerInfer-GGUF file, plan and allocate; PlanOptions explains the options.
@@ -83,6 +85,7 @@ class Model:
             sparse_threshold=sparse_threshold,
             isa=isa,
             ram_budget_bytes=ram_budget_bytes,
+            vram_budget_bytes=vram_budget_bytes,
             cpus=cpus,
         )
         return cls.open(path, options)
@@ -92,7 +95,7 @@ class Model:
         """Do what load does, with the options as one object."""
         file = ModelFile(path)
         try:
-            plan = plan_cpu(file.shape, options, probe(cpus=options.cpus))
+            plan = plan_run(file.shape, options, probe(cpus=options.cpus))
         except BaseException:
             file.close()
             raise

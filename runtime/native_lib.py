@@ -137,6 +137,7 @@ class Plan(_Sized):
         ("predict_all", ct.c_uint32),
         ("sparse_threshold", ct.c_float),
         ("isa", ct.c_char_p),
+        ("vram_budget_bytes", ct.c_uint64),
     )
 
 
@@ -172,6 +173,24 @@ class Stats(_Sized):
         ("kv_bytes", ct.c_uint64),
         ("scratch_bytes", ct.c_uint64),
         ("isa", ct.c_char_p),
+        ("device", ct.c_char_p),
+        ("device_bytes", ct.c_uint64),
+        ("device_context_bytes", ct.c_uint64),
+    )
+
+
+class GpuDevice(_Sized):
+    """pi_gpu_device: a GPU and its memory."""
+
+    _fields_ = (
+        ("size", ct.c_uint32),
+        ("capability", ct.c_int32),
+        ("n_processors", ct.c_uint32),
+        ("reserved", ct.c_uint32),
+        ("name", ct.c_char_p),
+        ("total_bytes", ct.c_uint64),
+        ("free_bytes", ct.c_uint64),
+        ("context_bytes", ct.c_uint64),
     )
 
 
@@ -201,6 +220,7 @@ STRUCTS: dict[str, type[ct.Structure]] = {
     "pi_plan": Plan,
     "pi_batch": Batch,
     "pi_stats": Stats,
+    "pi_gpu_device": GpuDevice,
     "pi_sampler_params": SamplerParams,
 }
 
@@ -217,6 +237,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "pi_isa_count": (_U32, []),
     "pi_isa": (_STATUS, [_U32, StringPtr, UInt32Ptr]),
     "pi_isa_select": (_STATUS, [_TEXT, StringPtr]),
+    "pi_gpu_count": (_U32, []),
+    "pi_gpu_probe": (_STATUS, [_U32, ct.POINTER(GpuDevice)]),
     "pi_type_layout": (_STATUS, [_U32, UInt32Ptr, UInt32Ptr]),
     "pi_probe_read": (_STATUS, [_U32, _U64, _F32, UInt64Ptr]),
     "pi_set_log": (None, [LogFn, _DATA]),

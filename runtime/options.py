@@ -12,8 +12,6 @@ from powerinfer_toolkit.errors import UsageError
 if TYPE_CHECKING:
     from powerinfer_toolkit.runtime.plan.planner import PlanOptions
 
-CPU_ONLY = "this version runs on the CPU only: leave --vram-budget out or give 0"
-
 
 def add_model_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """Add -m, which may name several models, and the flags that shape the plan."""
@@ -121,8 +119,8 @@ def _add_gpu_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--vram-budget",
         metavar="GIB",
-        help="ceiling of GPU memory in GiB, or with a unit (6000MiB). This version has no GPU backend: only "
-        "0 is accepted",
+        help="ceiling of GPU memory in GiB, or with a unit (6000MiB), over weights, KV cache, scratch and CUDA "
+        "context; whole layers go there as far as it allows; -1: what is free, less 512 MiB; 0 (default): CPU only",
     )
     group.add_argument(
         "--reset-gpu-index",
@@ -132,7 +130,7 @@ def _add_gpu_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--disable-gpu-index",
         action="store_true",
-        help="accepted for PowerInfer's command lines: without a GPU no FFN is split",
+        help="accepted for PowerInfer's command lines: no FFN is split",
     )
     group.add_argument(
         "-ngl",
@@ -143,16 +141,14 @@ def _add_gpu_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_gpu_options(args: argparse.Namespace) -> None:
-    """UsageError for what only a GPU could honour; never a silent run on the CPU instead."""
+    """UsageError for flags that are refused, and for a budget that is no size."""
     if args.n_gpu_layers is not None:
         raise UsageError(
             "-ngl is not supported: layers are not placed one by one",
-            hint="use --vram-budget GIB, the memory that the GPU part may take; " + CPU_ONLY,
+            hint="use --vram-budget GIB, the memory that the GPU part may take",
         )
-    if args.vram_budget is not None and _parse_bytes("--vram-budget", args.vram_budget) != 0:
-        raise UsageError(
-            f"--vram-budget {args.vram_budget} cannot be honoured without a GPU", hint=CPU_ONLY
-        )
+    if args.vram_budget is not None:
+        _vram_budget(args)
 
 
 def _parse_bytes(flag: str, text: str) -> float:
@@ -196,6 +192,20 @@ def _file_names(text: str) -> list[str]:
     return [text] if os.path.exists(text) else text.split(",")
 
 
+def _vram_budget(args: argparse.Namespace) -> int | None:
+    if args.vram_budget is None:
+        return None
+    n_bytes = _parse_bytes("--vram-budget", args.vram_budget)
+    if n_bytes >= 0:
+        return int(n_bytes)
+    if args.vram_budget.strip() != "-1":
+        raise UsageError(
+            f"--vram-budget {args.vram_budget} is out of range",
+            hint="give a size, 0 for the CPU alone or -1 for what is free",
+        )
+    return -1
+
+
 def plan_options(args: argparse.Namespace, threads: int | None, context: int | None) -> PlanOptions:
     """Return the planner's options from the flags of add_model_options and what each command counts."""
     from powerinfer_toolkit.runtime.plan.planner import PlanOptions
@@ -211,5 +221,6 @@ def plan_options(args: argparse.Namespace, threads: int | None, context: int | N
         sparse_threshold=args.sparse_threshold,
         isa=args.isa,
         ram_budget_bytes=_ram_budget(args),
+        vram_budget_bytes=_vram_budget(args),
         cpus=args.cpus,
     )

@@ -8,23 +8,29 @@ import struct
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import Any
 
 from powerinfer_toolkit.gguf_format import TensorType
 from powerinfer_toolkit.runtime.engine import Stats
 from powerinfer_toolkit.runtime.generate import Generation
 from powerinfer_toolkit.runtime.model import Model
+from powerinfer_toolkit.runtime.plan.device import probe_device
+from powerinfer_toolkit.runtime.plan.gpu import gpu_layers, gpu_need
 from powerinfer_toolkit.runtime.plan.machine import Machine
-from powerinfer_toolkit.runtime.plan.plan import Plan
+from powerinfer_toolkit.runtime.plan.plan import Plan, UnitKind
 from powerinfer_toolkit.runtime.plan.planner import format_bytes, memory_need
 from powerinfer_toolkit.runtime.plan.shape import ModelShape
+
+# The parts that a placement names; a layer's other units are where its neurons are.
+_PLACED_AS = {UnitKind.EMBEDDING: "embedding", UnitKind.NEURONS: "layers", UnitKind.HEAD: "head"}
 
 
 def plan_line(shape: ModelShape, plan: Plan) -> str:
     """Return the plan in one line."""
     kv_bytes = memory_need(shape, plan).kv_bytes
     return (
-        f"plan: {shape.n_layers} layers on the CPU, ffn {_name(plan.ffn_mode)}, {plan.n_threads} threads, "
+        f"plan: {_sides(shape, plan)}, ffn {_name(plan.ffn_mode)}, {plan.n_threads} threads, "
         f"context {plan.n_context}, KV cache {format_bytes(kv_bytes)} ({_name(plan.kv_type)}), "
         f"weights {format_bytes(shape.weight_bytes)}"
     )
@@ -39,7 +45,7 @@ def plan_table(shape: ModelShape, plan: Plan, machine: Machine, isa: str) -> str
     rows = {
         "model": f"{shape.n_layers} layers, {shape.n_embd} wide, {shape.n_ff} neurons, "
         f"{shape.n_heads} heads ({shape.n_kv_heads} KV), {shape.n_vocab} tokens, {shape.activation}",
-        "placement": f"embedding, {shape.n_layers} x ({layer}), head: all on the CPU",
+        "placement": f"{_placement(plan)}; a layer is {layer}",
         "weights": f"{format_bytes(need.weight_bytes)} used, mapped from the file",
         "ffn": _tier_text(plan),
         "threads": f"{plan.n_threads}, {isa} kernels",
@@ -51,7 +57,44 @@ def plan_table(shape: ModelShape, plan: Plan, machine: Machine, isa: str) -> str
         "memory": f"{format_bytes(need.total_bytes)} with the program's "
         f"{format_bytes(need.program_bytes)}; {_limits(plan, machine)}",
     }
+    if plan.vram_budget_bytes:
+        rows["GPU"] = _gpu_text(shape, plan)
     return "\n".join(f"{topic:<12}{text}" for topic, text in rows.items())
+
+
+def _sides(shape: ModelShape, plan: Plan) -> str:
+    n_gpu = len(gpu_layers(plan))
+    if n_gpu == 0:
+        return f"{shape.n_layers} layers on the CPU"
+    return f"{n_gpu} of {shape.n_layers} layers on the GPU"
+
+
+def _placement(plan: Plan) -> str:
+    """Return every part and its side, neighbours on one side together."""
+    parts = [(u.kind, u.layer, u.placement) for u in plan.units if u.kind in _PLACED_AS]
+    texts = []
+    for side, run in groupby(parts, key=lambda part: part[2]):
+        listed = list(run)
+        layers = [layer for kind, layer, _ in listed if kind is UnitKind.NEURONS]
+        names = [_PLACED_AS[kind] for kind, _, _ in listed if kind is not UnitKind.NEURONS]
+        span = [f"layers {layers[0]} to {layers[-1]}"] if len(layers) > 1 else []
+        span += [f"layer {layers[0]}"] if len(layers) == 1 else []
+        embedding = [name for name in names if name == "embedding"]
+        others = [name for name in names if name != "embedding"]
+        texts.append(f"{', '.join(embedding + span + others)}: {side.name}")
+    return "; ".join(texts)
+
+
+def _gpu_text(shape: ModelShape, plan: Plan) -> str:
+    device = probe_device()
+    need = gpu_need(shape, plan, plan.units, device)
+    room = plan.vram_budget_bytes - need.total_bytes
+    return (
+        f"{device.name}: {format_bytes(need.total_bytes)} of {format_bytes(plan.vram_budget_bytes)}: context "
+        f"{format_bytes(need.context_bytes)}, weights {format_bytes(need.weight_bytes)}, KV cache "
+        f"{format_bytes(need.kv_bytes)}, activations and scratch {format_bytes(need.working_bytes)}, headroom "
+        f"{format_bytes(max(room, 0))}"
+    )
 
 
 def warnings(shape: ModelShape, plan: Plan, machine: Machine) -> list[str]:

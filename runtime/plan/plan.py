@@ -85,6 +85,7 @@ class Plan:
     sparse_threshold: float | None = None  # None: the file's
     isa: str | None = None  # None: $PI_ISA, else the best one
     ram_budget_bytes: int | None = None  # what the plan was held against; None: available memory
+    vram_budget_bytes: int = 0  # ceiling of everything on the GPU; 0: none is used
     cpus: tuple[int, ...] | None = None  # logical processors of the threads; None: all there are
 
     @property
@@ -140,6 +141,7 @@ class Plan:
             predict_all=self.predict_all,
             sparse_threshold=math.nan if self.sparse_threshold is None else self.sparse_threshold,
             isa=self.isa.encode() if self.isa else None,
+            vram_budget_bytes=self.vram_budget_bytes,
         )
 
 

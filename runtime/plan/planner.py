@@ -48,7 +48,8 @@ class PlanOptions:
     `context` 0 means what the model was trained for. Types and modes go by their names on the command
     line: `ffn` dense, exact, predicted; `kv_type` f32, f16; `activation_type` f32, q8_0. `ram_budget_bytes` is
     a ceiling over everything in MemoryNeed; without one only what has to be allocated is held against the
-    available memory, since mapped weights can be read again. `cpus` are the logical processors of the threads.
+    available memory, since mapped weights can be read again. `vram_budget_bytes`: None or 0 runs on the CPU,
+    -1 takes what is free on the GPU (see gpu.py). `cpus` are the logical processors of the threads.
     """
 
     threads: int | None = None
@@ -62,6 +63,7 @@ class PlanOptions:
     sparse_threshold: float | None = None
     isa: str | None = None
     ram_budget_bytes: int | None = None
+    vram_budget_bytes: int | None = None
     cpus: tuple[int, ...] | None = None
 
 

@@ -8,6 +8,17 @@ from powerinfer_toolkit.gguf_format import Activation
 
 
 @dataclass(frozen=True)
+class DeviceBytes:
+    """Bytes that the parts of a model take in the memory of a GPU."""
+
+    layers: tuple[int, ...]  # weights of each layer, its predictor apart
+    predictors: tuple[int, ...]  # of each layer, 0 without one
+    embedding: int
+    head: int  # 0 where the embedding serves
+    predictor_rank: int  # of the largest
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Shapes and constants of a model file; sizes count elements unless the name says bytes."""
 
@@ -37,6 +48,7 @@ class ModelShape:
     )
     perplexity_loss: float | None = None  # of predicted mode as the file records it; 0.01 = 1%
     predictor_bytes: int = 0  # of weight_bytes, the part that only predicted mode reads
+    device: DeviceBytes | None = None  # what the parts take on a GPU
 
     @property
     def predictable(self) -> bool:

@@ -179,7 +179,7 @@ def test_lists_as_in_llama_bench(flags, numbers):
         (["-p", 600], "above the 512"),
         (["-b", 0], "batch 0"),
         (["-ngl", 1], "-ngl is not supported"),
-        (["--vram-budget", 8], "without a GPU"),
+        (["--vram-budget", -8], "is out of range"),
         (["--ram-budget", "some"], "is no size"),
         (["--ffn", "predicted"], "predictors"),
         (["--no-such-flag"], "unrecognized"),

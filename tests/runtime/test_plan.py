@@ -186,7 +186,14 @@ def test_damaged_plans_are_refused():
     document = json.loads(plan_cpu(SHAPE, PlanOptions(), MACHINE).to_json())
     for key in document:
         damaged = {name: value for name, value in document.items() if name != key}
-        if key not in ("predict_all", "sparse_threshold", "isa", "ram_budget_bytes", "cpus"):
+        if key not in (
+            "predict_all",
+            "sparse_threshold",
+            "isa",
+            "ram_budget_bytes",
+            "vram_budget_bytes",
+            "cpus",
+        ):
             with pytest.raises(PiError, match="not a plan"):
                 Plan.from_json(json.dumps(damaged))
     with pytest.raises(PiError, match="not a plan"):

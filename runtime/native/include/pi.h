@@ -61,6 +61,20 @@ PI_API uint32_t pi_isa_count(void);
 PI_API pi_status pi_isa(uint32_t index, const char **name, uint32_t *usable);
 /* The set that an engine takes: `requested`, else $PI_ISA, else the best usable one. */
 PI_API pi_status pi_isa_select(const char *requested, const char **name);
+/* The devices that plans can place units on; 0 of them with the reason in pi_last_error(). */
+PI_API uint32_t pi_gpu_count(void);
+typedef struct pi_gpu_device {
+    uint32_t size;
+    int32_t capability; /* 10 * major + minor */
+    uint32_t n_processors;
+    uint32_t reserved;
+    const char *name; /* until the thread's next probe */
+    uint64_t total_bytes;
+    uint64_t free_bytes;    /* beside the context */
+    uint64_t context_bytes; /* what using the device takes, or a reserve for it */
+} pi_gpu_device;
+/* Opens the device for a moment; its context stays with the process. */
+PI_API pi_status pi_gpu_probe(uint32_t ordinal, pi_gpu_device *out);
 PI_API pi_status pi_type_layout(uint32_t type, uint32_t *block_elements, uint32_t *block_bytes);
 /* The rate at which n_threads read n_bytes of memory (1 MiB to 1 TiB, whole MiB of it), allocated for the
  * call: of the fastest pass, of at least three and at least min_seconds of them. */
@@ -167,14 +181,15 @@ typedef struct pi_plan {
     uint32_t n_tiers;
     uint32_t n_threads;
     uint32_t max_batch_tokens;
-    uint32_t n_sequences;     /* sequence ids are 0 .. n_sequences - 1 */
-    uint32_t n_context;       /* most tokens in one sequence */
-    uint32_t n_kv_pages;      /* pages of 32 tokens, shared by all sequences */
-    uint32_t kv_type;         /* PI_TYPE_F32 or PI_TYPE_F16 */
-    uint32_t activation_type; /* PI_TYPE_F32, or PI_TYPE_Q8_0: int8 blocks against quantised weights */
-    uint32_t predict_all;     /* 1: upstream's rule, every position of every step is masked */
-    float sparse_threshold;   /* NaN: the file's */
-    const char *isa;          /* NULL: as pi_isa_select(NULL) */
+    uint32_t n_sequences;       /* sequence ids are 0 .. n_sequences - 1 */
+    uint32_t n_context;         /* most tokens in one sequence */
+    uint32_t n_kv_pages;        /* pages of 32 tokens, shared by all sequences */
+    uint32_t kv_type;           /* PI_TYPE_F32 or PI_TYPE_F16 */
+    uint32_t activation_type;   /* PI_TYPE_F32, or PI_TYPE_Q8_0: int8 blocks against quantised weights */
+    uint32_t predict_all;       /* 1: upstream's rule, every position of every step is masked */
+    float sparse_threshold;     /* NaN: the file's */
+    const char *isa;            /* NULL: as pi_isa_select(NULL) */
+    uint64_t vram_budget_bytes; /* ceiling of everything on the device, where units are placed there */
 } pi_plan;
 
 /* ---- engine -------------------------------------------------------------------------------------- */
@@ -212,6 +227,9 @@ typedef struct pi_stats {
     uint64_t kv_bytes;
     uint64_t scratch_bytes;
     const char *isa;
+    const char *device;            /* the GPU's name; NULL: none is open */
+    uint64_t device_bytes;         /* taken there, the context included */
+    uint64_t device_context_bytes; /* of that, the context, or the reserve for it */
 } pi_stats;
 
 PI_API pi_status pi_engine_create(pi_model *model, const pi_plan *plan, pi_engine **out);

@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include "cpu/stream.h"
+#include "gpu/backend.h"
 #include "signals.h"
 #include "status.h"
 
@@ -18,12 +19,46 @@ pi::KvShape kv_shape(const pi::Plan &plan, const pi::ModelConfig &config) {
             plan.kv_type == PI_TYPE_F32 ? 4u : 2u};
 }
 
+std::unique_ptr<pi::Side> open_gpu(const pi_model &model, const pi::Plan &plan,
+                                   const pi::GpuPlacement &placement) {
+    if (!placement.any())
+        return nullptr;
+    return std::make_unique<pi::Side>(pi::open_gpu_backend(model, plan, placement), model.config,
+                                      plan.max_batch_tokens);
+}
+
+std::unique_ptr<pi::Side> open_cpu(const pi_model &model, const pi::Plan &plan,
+                                   const pi::GpuPlacement &placement, const char *isa) {
+    if (placement.all())
+        return nullptr;
+    return std::make_unique<pi::Side>(
+        pi::open_cpu_backend(plan.n_threads, isa, plan.activation_type == PI_TYPE_Q8_0), model.config,
+        plan.max_batch_tokens);
+}
+
+// After a failure: what is queued may still write to this step's results.
+void settle(const pi::Sides &sides) noexcept {
+    try {
+        sides.synchronize();
+    } catch (...) { // the step's first failure is the one to tell
+    }
+}
+
+pi::KvCache make_cache(const pi_model &model, const pi::Plan &plan, const pi::GpuPlacement &placement,
+                       pi::Side *gpu) {
+    const pi::KvShape shape = kv_shape(plan, model.config);
+    if (gpu == nullptr)
+        return pi::KvCache(shape);
+    return pi::KvCache(shape, pi::make_gpu_pages(gpu->stream, shape, placement.layers), placement.layers);
+}
+
 } // namespace
 
 pi_engine::pi_engine(const pi_model &model, const pi_plan &plan)
-    : model_(model), plan_(pi::check_plan(plan, model.config)), cache_(kv_shape(plan_, model.config)),
-      backend_(pi::open_cpu_backend(plan_.n_threads, plan.isa, plan_.activation_type == PI_TYPE_Q8_0)),
-      buffers_(*backend_.ops, *backend_.stream, model.config, plan_.max_batch_tokens) {
+    : model_(model), plan_(pi::check_plan(plan, model.config)),
+      placement_(pi::gpu_placement(plan_, model.config)), gpu_(open_gpu(model, plan_, placement_)),
+      cpu_(open_cpu(model, plan_, placement_, plan.isa)),
+      cache_(make_cache(model, plan_, placement_, gpu_.get())) {
     const pi::BlockedSignals blocked;
     driver_ = std::thread([this] { drive(); });
 }
@@ -101,7 +136,8 @@ void pi_engine::drive() {
 
 void pi_engine::run_step() {
     const pi::Step &step = *step_;
-    const pi::Forward forward{model_, plan_, *backend_.ops, *backend_.stream, buffers_, cache_, recording_};
+    const pi::Sides sides{cpu_.get(), gpu_.get(), placement_};
+    const pi::Forward forward{model_, plan_, sides, cache_, recording_};
     pi::FfnCounts counts;
     try {
         for (const auto &[sequence, n] : step.growth)
@@ -109,6 +145,7 @@ void pi_engine::run_step() {
         forward.run(step, [this] { return interrupted(); }, counts, results_);
         model_.mapping.require_unchanged();
     } catch (...) { // the sequences stay as they were
+        settle(sides);
         for (const auto &[sequence, n] : step.growth)
             cache_.truncate(sequence, cache_.length(sequence));
         throw;
@@ -131,8 +168,12 @@ pi_stats pi_engine::stats() const {
     stats.neurons_active = counts_.active;
     stats.neurons_guessed = counts_.guessed;
     stats.kv_bytes = cache_.n_bytes();
-    stats.scratch_bytes = buffers_.n_bytes();
-    stats.isa = backend_.isa;
+    if (cpu_ != nullptr) {
+        stats.scratch_bytes = cpu_->buffers.n_bytes();
+        stats.isa = cpu_->backend.isa;
+    }
+    if (gpu_ != nullptr)
+        pi::describe_gpu(*gpu_, stats);
     return stats;
 }
 

@@ -51,9 +51,10 @@ struct pi_engine {
 
     const pi_model &model_;
     const pi::Plan plan_;
+    const pi::GpuPlacement placement_;
+    std::unique_ptr<pi::Side> gpu_; // where the plan places units there; it outlives the cache's pages
+    std::unique_ptr<pi::Side> cpu_; // unless everything is on the device
     pi::KvCache cache_;
-    pi::Backend backend_;
-    pi::Buffers buffers_;
     pi::FfnCounts counts_;
     uint64_t n_tokens_ = 0;
     pi::Results results_;

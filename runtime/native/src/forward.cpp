@@ -59,15 +59,36 @@ std::vector<uint8_t> Forward::ffn_modes(const Step &step, bool exact_layer) cons
     return modes;
 }
 
-void Forward::begin(const Step &step, Results &results) const {
+Side &Forward::begin(const Step &step, Results &results) const {
     results.n_tokens = step.n_tokens();
     results.fired.assign(record_fired ? step.n_tokens() * model.config.n_layers * fired_words() : 0, 0);
-    if (step.tokens.empty()) {
-        ops.upload(stream, step.embeddings.data(), step.embeddings.size(), buffers.residual);
-    } else {
-        ops.embed(stream, model.weights.embedding, step.tokens.data(), step.n_tokens(), buffers.residual);
+    for (Side *side : {sides.cpu, sides.gpu}) {
+        if (side != nullptr)
+            side->ops.begin_step(side->stream, cache, step);
     }
     rope_angles(step);
+    Side &side = step.tokens.empty() ? sides.of_layer(0) : sides.of_embedding();
+    if (step.tokens.empty()) {
+        side.ops.upload(side.stream, step.embeddings.data(), step.embeddings.size(), side.buffers.residual);
+    } else {
+        side.ops.embed(side.stream, model.weights.embedding, step.tokens.data(), step.n_tokens(),
+                       side.buffers.residual);
+    }
+    return side;
+}
+
+Side &Forward::hand_over(Side &from, Side &to, const Step &step) const {
+    if (&from == &to)
+        return to;
+    const uint64_t n = uint64_t{step.n_tokens()} * model.config.n_embd;
+    if (&from == sides.gpu) {
+        from.ops.download(from.stream, from.buffers.residual, n, to.buffers.residual);
+        from.ops.synchronize(from.stream);
+    } else {
+        from.ops.synchronize(from.stream);
+        to.ops.upload(to.stream, from.buffers.residual, n, to.buffers.residual);
+    }
+    return to;
 }
 
 // Angles in float32, as the reference implementation forms them: position * (1 / theta^(2i / n_rot)).
@@ -89,36 +110,43 @@ void Forward::rope_angles(const Step &step) const {
             sine[token * pairs + i] = static_cast<float>(std::sin(angle));
         }
     }
-    ops.upload(stream, cosine.data(), cosine.size(), buffers.cosine);
-    ops.upload(stream, sine.data(), sine.size(), buffers.sine);
+    for (Side *side : {sides.cpu, sides.gpu}) {
+        if (side == nullptr)
+            continue;
+        side->ops.upload(side->stream, cosine.data(), cosine.size(), side->buffers.cosine);
+        side->ops.upload(side->stream, sine.data(), sine.size(), side->buffers.sine);
+    }
 }
 
-void Forward::attention(const Step &step, uint32_t layer) const {
+void Forward::attention(Side &side, const Step &step, uint32_t layer) const {
     const ModelConfig &config = model.config;
     const LayerWeights &weights = model.weights.layers[layer];
     const uint32_t n = step.n_tokens();
-    ops.rms_norm(stream, buffers.residual, weights.attn_norm, n, config.n_embd, config.rms_eps,
-                 buffers.normed);
-    const Product inputs[] = {whole(weights.q, weights.q_bias, buffers.q),
-                              whole(weights.k, weights.k_bias, buffers.k),
-                              whole(weights.v, weights.v_bias, buffers.v)};
-    ops.matmul(stream, {inputs, 3}, buffers.normed, step.positions.data(), n);
-    ops.rope(stream, buffers.q, n, config.n_heads, config, buffers.cosine, buffers.sine);
-    ops.rope(stream, buffers.k, n, config.n_kv_heads, config, buffers.cosine, buffers.sine);
-    ops.store_kv(stream, cache, step, layer, buffers.k, buffers.v);
-    ops.attend(stream, {&config, &cache, &step, layer, buffers.q, buffers.attended, nullptr});
-    const Product output = whole(weights.attn_output, weights.attn_output_bias, buffers.block);
-    ops.matmul(stream, {&output, 1}, buffers.attended, step.positions.data(), n);
-    ops.add(stream, buffers.block, uint64_t{n} * config.n_embd, buffers.residual);
+    side.ops.rms_norm(side.stream, side.buffers.residual, weights.attn_norm, n, config.n_embd, config.rms_eps,
+                      side.buffers.normed);
+    const Product inputs[] = {whole(weights.q, weights.q_bias, side.buffers.q),
+                              whole(weights.k, weights.k_bias, side.buffers.k),
+                              whole(weights.v, weights.v_bias, side.buffers.v)};
+    side.ops.matmul(side.stream, {inputs, 3}, side.buffers.normed, step.positions.data(), n);
+    side.ops.rope(side.stream, side.buffers.q, n, config.n_heads, config, side.buffers.cosine,
+                  side.buffers.sine);
+    side.ops.rope(side.stream, side.buffers.k, n, config.n_kv_heads, config, side.buffers.cosine,
+                  side.buffers.sine);
+    side.ops.store_kv(side.stream, cache, step, layer, side.buffers.k, side.buffers.v);
+    side.ops.attend(side.stream,
+                    {&config, &cache, &step, layer, side.buffers.q, side.buffers.attended, nullptr});
+    const Product output = whole(weights.attn_output, weights.attn_output_bias, side.buffers.block);
+    side.ops.matmul(side.stream, {&output, 1}, side.buffers.attended, step.positions.data(), n);
+    side.ops.add(side.stream, side.buffers.block, uint64_t{n} * config.n_embd, side.buffers.residual);
 }
 
-void Forward::ffn(const Step &step, uint32_t layer, const uint8_t *modes, FfnCounts &counts,
+void Forward::ffn(Side &side, const Step &step, uint32_t layer, const uint8_t *modes, FfnCounts &counts,
                   Results &results) const {
     const ModelConfig &config = model.config;
     const LayerWeights &weights = model.weights.layers[layer];
     const uint32_t n = step.n_tokens();
-    ops.rms_norm(stream, buffers.residual, weights.ffn_norm, n, config.n_embd, config.rms_eps,
-                 buffers.normed);
+    side.ops.rms_norm(side.stream, side.buffers.residual, weights.ffn_norm, n, config.n_embd, config.rms_eps,
+                      side.buffers.normed);
     FfnArgs args{};
     args.config = &config;
     args.layer = &weights;
@@ -127,33 +155,35 @@ void Forward::ffn(const Step &step, uint32_t layer, const uint8_t *modes, FfnCou
     args.modes = modes;
     args.positions = step.positions.data();
     args.sparse_threshold = plan.sparse_threshold;
-    args.normed = buffers.normed;
-    args.residual = buffers.residual;
-    args.out = buffers.block;
+    args.normed = side.buffers.normed;
+    args.residual = side.buffers.residual;
+    args.out = side.buffers.block;
     args.counts = &counts;
     args.fired = results.fired.empty() ? nullptr : results.fired.data() + layer * fired_words();
     args.fired_stride = config.n_layers * fired_words();
-    ops.ffn(stream, args);
-    ops.add(stream, buffers.block, uint64_t{n} * config.n_embd, buffers.residual);
+    side.ops.ffn(side.stream, args);
+    side.ops.add(side.stream, side.buffers.block, uint64_t{n} * config.n_embd, side.buffers.residual);
 }
 
 // Logits of the given tokens, a few rows at a time: a long scored text never needs all of them at once.
-void Forward::head(const std::vector<uint32_t> &rows, const Step &step, Results &results) const {
+void Forward::head(Side &side, const std::vector<uint32_t> &rows, const Step &step, Results &results) const {
     const ModelConfig &config = model.config;
     const uint32_t rows_each = std::min(plan.max_batch_tokens, Buffers::logit_rows);
     for (size_t begin = 0; begin < rows.size(); begin += rows_each) {
         const auto n = static_cast<uint32_t>(std::min<size_t>(rows_each, rows.size() - begin));
-        ops.gather(stream, buffers.residual, rows.data() + begin, n, config.n_embd, buffers.block);
-        ops.rms_norm(stream, buffers.block, model.weights.output_norm, n, config.n_embd, config.rms_eps,
-                     buffers.normed);
-        const Product product = whole(model.weights.head, nullptr, buffers.logits);
-        ops.matmul(stream, {&product, 1}, buffers.normed, nullptr, n);
-        read_rows({rows.data() + begin, n}, step, results);
+        side.ops.gather(side.stream, side.buffers.residual, rows.data() + begin, n, config.n_embd,
+                        side.buffers.block);
+        side.ops.rms_norm(side.stream, side.buffers.block, model.weights.output_norm, n, config.n_embd,
+                          config.rms_eps, side.buffers.normed);
+        const Product product = whole(model.weights.head, nullptr, side.buffers.logits);
+        side.ops.matmul(side.stream, {&product, 1}, side.buffers.normed, nullptr, n);
+        read_rows(side, {rows.data() + begin, n}, step, results);
     }
 }
 
 // Moves what the caller asked of the computed rows to the results: whole rows, or one number each.
-void Forward::read_rows(std::span<const uint32_t> rows, const Step &step, Results &results) const {
+void Forward::read_rows(Side &side, std::span<const uint32_t> rows, const Step &step,
+                        Results &results) const {
     const uint64_t n_vocab = model.config.n_vocab;
     std::vector<int32_t> targets;
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -162,21 +192,21 @@ void Forward::read_rows(std::span<const uint32_t> rows, const Step &step, Result
         if (!std::binary_search(step.wanted.begin(), step.wanted.end(), rows[i]))
             continue;
         results.logits.resize(results.logits.size() + n_vocab);
-        ops.download(stream, buffers.logits + i * n_vocab, n_vocab,
-                     &results.logits[results.logits.size() - n_vocab]);
-        ops.synchronize(stream); // the next row may move the results
+        side.ops.download(side.stream, side.buffers.logits + i * n_vocab, n_vocab,
+                          &results.logits[results.logits.size() - n_vocab]);
+        side.ops.synchronize(side.stream); // the next row may move the results
     }
     if (targets.empty())
         return;
     std::vector<float> logprobs(rows.size());
-    ops.log_probabilities(stream, buffers.logits, static_cast<uint32_t>(rows.size()), model.config.n_vocab,
-                          targets.data(), logprobs.data());
-    ops.synchronize(stream);
+    side.ops.log_probabilities(side.stream, side.buffers.logits, static_cast<uint32_t>(rows.size()),
+                               model.config.n_vocab, targets.data(), logprobs.data());
+    side.ops.synchronize(side.stream);
     for (size_t i = 0; i < rows.size(); ++i)
         results.logprobs[rows[i]] = logprobs[i];
 }
 
-void Forward::finish(const Step &step, Results &results) const {
+void Forward::finish(Side &side, const Step &step, Results &results) const {
     results.logits.clear();
     results.logits.reserve(step.wanted.size() *
                            uint64_t{model.config.n_vocab}); // what the plan counts, no more
@@ -188,7 +218,7 @@ void Forward::finish(const Step &step, Results &results) const {
     }
     std::sort(rows.begin(), rows.end());
     rows.erase(std::unique(rows.begin(), rows.end()), rows.end());
-    head(rows, step, results);
+    head(side, rows, step, results);
 }
 
 } // namespace pi

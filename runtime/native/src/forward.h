@@ -49,12 +49,39 @@ class Buffers {
     std::vector<float *> owned_;
 };
 
+// A backend and its activations.
+struct Side {
+    Side(Backend &&with, const ModelConfig &config, uint32_t max_tokens)
+        : backend(std::move(with)), ops(*backend.ops), stream(*backend.stream),
+          buffers(ops, stream, config, max_tokens) {}
+
+    Backend backend;
+    const Ops &ops;
+    Stream &stream;
+    Buffers buffers;
+};
+
+// The sides of every part of a model; a null one is never used.
+struct Sides {
+    Side *cpu;
+    Side *gpu;
+    GpuPlacement placement;
+
+    Side &of_layer(uint32_t layer) const { return placement.layers[layer] != 0 ? *gpu : *cpu; }
+    Side &of_embedding() const { return placement.embedding ? *gpu : *cpu; }
+    Side &of_head() const { return placement.head ? *gpu : *cpu; }
+    void synchronize() const {
+        for (Side *side : {cpu, gpu}) {
+            if (side != nullptr)
+                side->ops.synchronize(side->stream);
+        }
+    }
+};
+
 struct Forward {
     const pi_model &model;
     const Plan &plan;
-    const Ops &ops;
-    Stream &stream;
-    Buffers &buffers;
+    const Sides &sides;
     const KvCache &cache;
     const bool record_fired;
 
@@ -62,17 +89,19 @@ struct Forward {
     // true ends the step with Error (PI_INTERRUPTED).
     template <typename Interrupted>
     void run(const Step &step, const Interrupted &interrupted, FfnCounts &counts, Results &results) const {
-        begin(step, results);
+        Side *side = &begin(step, results);
         const std::vector<uint8_t> modes = ffn_modes(step, false);
         const std::vector<uint8_t> exact_layer_modes = ffn_modes(step, true);
         for (uint32_t layer = 0; layer < model.config.n_layers; ++layer) {
             if (interrupted())
                 throw_interrupted();
-            attention(step, layer);
+            side = &hand_over(*side, sides.of_layer(layer), step);
+            attention(*side, step, layer);
             const bool exact = model.config.is_exact_layer(layer);
-            ffn(step, layer, (exact ? exact_layer_modes : modes).data(), counts, results);
+            ffn(*side, step, layer, (exact ? exact_layer_modes : modes).data(), counts, results);
         }
-        finish(step, results);
+        finish(hand_over(*side, sides.of_head(), step), step, results);
+        sides.synchronize(); // counts and records arrive, and failures of queued work belong to this step
     }
 
     // PI_FFN_* of every token: the plan's tier, the batch's rules, the attention sink, and whether the file
@@ -81,15 +110,18 @@ struct Forward {
 
   private:
     [[noreturn]] static void throw_interrupted();
-    void begin(const Step &step, Results &results) const;
+    // The side that the tokens' embeddings are on.
+    Side &begin(const Step &step, Results &results) const;
     void rope_angles(const Step &step) const;
-    void attention(const Step &step, uint32_t layer) const;
-    void ffn(const Step &step, uint32_t layer, const uint8_t *modes, FfnCounts &counts,
+    // Moves the residual stream to the next side, and returns that.
+    Side &hand_over(Side &from, Side &to, const Step &step) const;
+    void attention(Side &side, const Step &step, uint32_t layer) const;
+    void ffn(Side &side, const Step &step, uint32_t layer, const uint8_t *modes, FfnCounts &counts,
              Results &results) const;
     uint64_t fired_words() const { return (model.config.n_ff + 63) / 64; }
-    void finish(const Step &step, Results &results) const;
-    void head(const std::vector<uint32_t> &rows, const Step &step, Results &results) const;
-    void read_rows(std::span<const uint32_t> rows, const Step &step, Results &results) const;
+    void finish(Side &side, const Step &step, Results &results) const;
+    void head(Side &side, const std::vector<uint32_t> &rows, const Step &step, Results &results) const;
+    void read_rows(Side &side, std::span<const uint32_t> rows, const Step &step, Results &results) const;
 };
 
 } // namespace pi

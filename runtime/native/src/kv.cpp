@@ -20,11 +20,22 @@ struct SavedHeader {
     uint32_t n_tokens;
 };
 
-uint64_t total_bytes(const KvShape &shape) {
+// Of n_layers layers.
+uint64_t total_bytes(const KvShape &shape, uint64_t n_layers) {
     uint64_t n_bytes = 0;
-    if (__builtin_mul_overflow(shape.page_bytes(), uint64_t{shape.n_pages}, &n_bytes) || n_bytes > INT64_MAX)
+    if (__builtin_mul_overflow(shape.layer_page_bytes() * n_layers, uint64_t{shape.n_pages}, &n_bytes) ||
+        n_bytes > INT64_MAX)
         throw Error(PI_DOES_NOT_FIT, "the KV cache is larger than the address space", "lower -c");
     return n_bytes;
+}
+
+std::vector<uint32_t> layers_here(const KvShape &shape, const std::vector<uint8_t> &elsewhere) {
+    std::vector<uint32_t> layers;
+    for (uint32_t layer = 0; layer < shape.n_layers; ++layer) {
+        if (elsewhere.empty() || elsewhere[layer] == 0)
+            layers.push_back(layer);
+    }
+    return layers;
 }
 
 uint32_t pages_for(uint32_t n_tokens) {
@@ -33,7 +44,9 @@ uint32_t pages_for(uint32_t n_tokens) {
 
 } // namespace
 
-Reservation::Reservation(uint64_t n_bytes) : n_bytes_(n_bytes) {
+Reservation::Reservation(uint64_t n_bytes) : n_bytes_(n_bytes), data_(nullptr) {
+    if (n_bytes == 0)
+        return;
     void *address = mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (address == MAP_FAILED)
         throw Error(PI_DOES_NOT_FIT, "the KV cache of " + std::to_string(n_bytes) + " bytes does not fit",
@@ -42,11 +55,42 @@ Reservation::Reservation(uint64_t n_bytes) : n_bytes_(n_bytes) {
 }
 
 Reservation::~Reservation() {
-    munmap(data_, n_bytes_);
+    if (data_ != nullptr)
+        munmap(data_, n_bytes_);
 }
 
-KvCache::KvCache(const KvShape &shape)
-    : shape_(shape), memory_(total_bytes(shape)), tables_(shape.n_sequences), references_(shape.n_pages, 0) {
+HostPages::HostPages(const KvShape &shape, const std::vector<uint8_t> &elsewhere)
+    : shape_(shape), layers_(layers_here(shape, elsewhere)), place_(shape.n_layers),
+      memory_(total_bytes(shape, layers_.size())) {
+    for (uint32_t i = 0; i < layers_.size(); ++i)
+        place_[layers_[i]] = i;
+}
+
+uint8_t *HostPages::at(uint32_t layer, uint32_t page) const {
+    return memory_.data() + (uint64_t{place_[layer]} * shape_.n_pages + page) * shape_.layer_page_bytes();
+}
+
+void HostPages::clear(uint32_t page) {
+    for (const uint32_t layer : layers_)
+        std::memset(at(layer, page), 0, shape_.layer_page_bytes());
+}
+
+void HostPages::copy(uint32_t from, uint32_t to) {
+    for (const uint32_t layer : layers_)
+        std::memcpy(at(layer, to), at(layer, from), shape_.layer_page_bytes());
+}
+
+void HostPages::read(uint32_t layer, uint32_t page, uint8_t *out) const {
+    std::memcpy(out, at(layer, page), shape_.layer_page_bytes());
+}
+
+void HostPages::write(uint32_t layer, uint32_t page, const uint8_t *data) {
+    std::memcpy(at(layer, page), data, shape_.layer_page_bytes());
+}
+
+KvCache::KvCache(const KvShape &shape, std::unique_ptr<KvHome> device, std::vector<uint8_t> on_device)
+    : shape_(shape), host_(std::make_unique<HostPages>(shape, on_device)), device_(std::move(device)),
+      on_device_(std::move(on_device)), tables_(shape.n_sequences), references_(shape.n_pages, 0) {
     free_pages_.reserve(shape.n_pages);
     for (uint32_t page = shape.n_pages; page > 0; --page)
         free_pages_.push_back(page - 1);
@@ -60,8 +104,11 @@ const KvCache::Table &KvCache::table(int32_t sequence) const {
 }
 
 uint8_t *KvCache::head(uint32_t layer, uint32_t page, uint32_t kv_head) const {
-    return memory_.data() + (uint64_t{layer} * shape_.n_pages + page) * shape_.layer_page_bytes() +
-           kv_head * 2 * shape_.half_bytes();
+    return host_->at(layer, page) + kv_head * 2 * shape_.half_bytes();
+}
+
+KvHome &KvCache::home(uint32_t layer) const {
+    return on_device_.empty() || on_device_[layer] == 0 ? static_cast<KvHome &>(*host_) : *device_;
 }
 
 void KvCache::throw_full() const {
@@ -86,8 +133,9 @@ uint32_t KvCache::take_page() {
     free_pages_.pop_back();
     references_[page] = 1;
     // Positions that are not visible still meet a weight of 0, and 0 times a stale infinity is no 0.
-    for (uint32_t layer = 0; layer < shape_.n_layers; ++layer)
-        std::memset(head(layer, page, 0), 0, shape_.layer_page_bytes());
+    host_->clear(page);
+    if (device_ != nullptr)
+        device_->clear(page);
     return page;
 }
 
@@ -101,8 +149,9 @@ void KvCache::make_writable(Table &table, size_t index) {
     if (references_[shared] == 1)
         return;
     const uint32_t own = take_page();
-    for (uint32_t layer = 0; layer < shape_.n_layers; ++layer)
-        std::memcpy(head(layer, own, 0), head(layer, shared, 0), shape_.layer_page_bytes());
+    host_->copy(shared, own);
+    if (device_ != nullptr)
+        device_->copy(shared, own);
     drop_page(shared);
     table.pages[index] = own;
 }
@@ -165,7 +214,7 @@ void KvCache::save(int32_t sequence, uint8_t *out) const {
     out += sizeof(header);
     for (uint32_t index = 0; index < pages_for(header.n_tokens); ++index) {
         for (uint32_t layer = 0; layer < shape_.n_layers; ++layer) {
-            std::memcpy(out, head(layer, table(sequence).pages[index], 0), shape_.layer_page_bytes());
+            home(layer).read(layer, table(sequence).pages[index], out);
             out += shape_.layer_page_bytes();
         }
     }
@@ -189,7 +238,7 @@ void KvCache::load(int32_t sequence, const uint8_t *data, uint64_t n_bytes) {
     data += sizeof(header);
     for (uint32_t index = 0; index < pages_for(header.n_tokens); ++index) {
         for (uint32_t layer = 0; layer < shape_.n_layers; ++layer) {
-            std::memcpy(head(layer, table(sequence).pages[index], 0), data, shape_.layer_page_bytes());
+            home(layer).write(layer, table(sequence).pages[index], data);
             data += shape_.layer_page_bytes();
         }
     }

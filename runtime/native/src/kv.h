@@ -5,6 +5,7 @@
 #include "config.h"
 #include "kernels/kernels.h"
 
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -25,6 +26,18 @@ struct KvShape {
     uint64_t page_bytes() const { return n_layers * layer_page_bytes(); }
 };
 
+// The pages of some layers, wherever their memory is.
+class KvHome {
+  public:
+    virtual ~KvHome() = default;
+    // Of all its layers: zeros; the bytes of another page.
+    virtual void clear(uint32_t page) = 0;
+    virtual void copy(uint32_t from, uint32_t to) = 0;
+    // layer_page_bytes of one layer.
+    virtual void read(uint32_t layer, uint32_t page, uint8_t *out) const = 0;
+    virtual void write(uint32_t layer, uint32_t page, const uint8_t *data) = 0;
+};
+
 // Reserved address space; its memory is taken page by page as it is touched.
 class Reservation {
   public:
@@ -42,13 +55,36 @@ class Reservation {
     uint8_t *data_;
 };
 
+// Pages in the host's memory.
+class HostPages final : public KvHome {
+  public:
+    // Reserves room for every page of the layers whose `elsewhere` is 0 (empty: all of them). Throws Error
+    // (PI_DOES_NOT_FIT).
+    HostPages(const KvShape &shape, const std::vector<uint8_t> &elsewhere);
+
+    void clear(uint32_t page) override;
+    void copy(uint32_t from, uint32_t to) override;
+    void read(uint32_t layer, uint32_t page, uint8_t *out) const override;
+    void write(uint32_t layer, uint32_t page, const uint8_t *data) override;
+    uint8_t *at(uint32_t layer, uint32_t page) const;
+    uint64_t n_bytes() const { return memory_.n_bytes(); }
+
+  private:
+    KvShape shape_;
+    std::vector<uint32_t> layers_; // the ones here
+    std::vector<uint32_t> place_;  // [n_layers] index among them
+    Reservation memory_;
+};
+
 class KvCache {
   public:
-    // Reserves room for every page. Throws Error (PI_DOES_NOT_FIT).
-    explicit KvCache(const KvShape &shape);
+    // `device`: the home of the layers whose on_device is not 0; null and empty: all layers are the host's.
+    // Throws Error (PI_DOES_NOT_FIT).
+    explicit KvCache(const KvShape &shape, std::unique_ptr<KvHome> device = nullptr,
+                     std::vector<uint8_t> on_device = {});
 
     const KvShape &shape() const { return shape_; }
-    uint64_t n_bytes() const { return memory_.n_bytes(); }
+    uint64_t n_bytes() const { return uint64_t{shape_.n_pages} * shape_.page_bytes(); }
 
     uint32_t length(int32_t sequence) const { return table(sequence).length; }
     // Makes room for n more tokens and returns with the length unchanged; Error leaves the sequence as it
@@ -60,7 +96,7 @@ class KvCache {
     void truncate(int32_t sequence, uint32_t n_tokens);
     void copy(int32_t from, int32_t to);
 
-    // Bytes of one head of a layer: K [head_dim, PI_PAGE], then V [PI_PAGE, head_dim].
+    // Bytes of one head of a layer of the host's: K [head_dim, PI_PAGE], then V [PI_PAGE, head_dim].
     uint8_t *head(uint32_t layer, uint32_t page, uint32_t kv_head) const;
     uint32_t page_of(int32_t sequence, uint32_t position) const {
         return table(sequence).pages[position / PI_PAGE];
@@ -84,9 +120,12 @@ class KvCache {
     uint32_t take_page();
     void drop_page(uint32_t page);
     void make_writable(Table &table, size_t index);
+    KvHome &home(uint32_t layer) const;
 
     KvShape shape_;
-    Reservation memory_; // first: what does not fit is refused before any list of pages is made
+    std::unique_ptr<HostPages> host_; // first: what does not fit is refused before any list of pages is made
+    std::unique_ptr<KvHome> device_;
+    std::vector<uint8_t> on_device_; // [n_layers] or empty
     std::vector<Table> tables_;
     std::vector<uint32_t> references_; // per page
     std::vector<uint32_t> free_pages_;

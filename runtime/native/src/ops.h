@@ -66,6 +66,8 @@ struct Ops {
     const char *name;
     float *(*allocate)(Stream &, uint64_t n_floats); // throws std::bad_alloc
     void (*release)(Stream &, float *);
+    // Before the operations of a step, whose KV slots are reserved; it and the cache outlive the step.
+    void (*begin_step)(Stream &, const KvCache &, const Step &);
 
     void (*upload)(Stream &, const float *host, uint64_t n, float *out);
     void (*download)(Stream &, const float *x, uint64_t n, float *host); // done after synchronize()

@@ -3,6 +3,7 @@
 #include "kernels/kernels.h"
 #include "status.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -50,16 +51,16 @@ void check_tiers(const Plan &plan, const ModelConfig &config) {
 class Coverage {
   public:
     explicit Coverage(const ModelConfig &config)
-        : config_(config), neurons_(config.n_layers, 0),
+        : config_(config), neurons_(config.n_layers, 0), sides_(config.n_layers, 0),
           seen_(PI_UNIT_HEAD + 1, std::vector<uint8_t>(config.n_layers)) {}
 
     void add(const pi_unit &unit) {
         if (unit.kind > PI_UNIT_HEAD || unit.layer >= config_.n_layers)
             throw_usage("plan: a unit of no known kind or layer");
-        if (unit.placement != PI_PLACE_CPU)
-            throw Error(PI_FAILURE,
-                        "the plan places a unit on a device, but this runtime has no CUDA backend",
-                        "plan with --vram-budget 0");
+        if (unit.placement != PI_PLACE_CPU && unit.placement != PI_PLACE_GPU)
+            throw Error(PI_FAILURE, "this runtime neither streams nor pulls weights");
+        if (unit.kind != PI_UNIT_EMBEDDING && unit.kind != PI_UNIT_HEAD)
+            require_one_side(unit);
         if (unit.kind == PI_UNIT_NEURONS)
             return add_neurons(unit);
         if (std::exchange(seen_[unit.kind][unit.layer], uint8_t{1}) != 0)
@@ -78,6 +79,13 @@ class Coverage {
     }
 
   private:
+    void require_one_side(const pi_unit &unit) {
+        const uint8_t side = unit.placement == PI_PLACE_GPU ? 2 : 1;
+        if (sides_[unit.layer] != 0 && sides_[unit.layer] != side)
+            throw Error(PI_FAILURE, "the plan splits layer " + std::to_string(unit.layer) +
+                                        " between CPU and GPU, which this runtime does not do");
+        sides_[unit.layer] = side;
+    }
     void add_neurons(const pi_unit &unit) {
         if (unit.begin != neurons_[unit.layer] || unit.end <= unit.begin || unit.end > config_.n_ff)
             throw_usage("plan: neuron ranges of layer " + std::to_string(unit.layer) +
@@ -87,6 +95,7 @@ class Coverage {
 
     const ModelConfig &config_;
     std::vector<uint32_t> neurons_; // placed so far, per layer
+    std::vector<uint8_t> sides_;    // 0: not known yet, 1: CPU, 2: GPU
     std::vector<std::vector<uint8_t>> seen_;
 };
 
@@ -113,6 +122,29 @@ uint32_t Plan::ffn_mode(uint32_t n_tokens) const {
     return tiers.back().ffn_mode;
 }
 
+bool GpuPlacement::any() const {
+    return embedding || head || std::count(layers.begin(), layers.end(), 1) > 0;
+}
+
+bool GpuPlacement::all() const {
+    return embedding && head && std::count(layers.begin(), layers.end(), 0) == 0;
+}
+
+GpuPlacement gpu_placement(const Plan &plan, const ModelConfig &config) {
+    GpuPlacement placement;
+    placement.layers.resize(config.n_layers);
+    for (const pi_unit &unit : plan.units) {
+        const bool here = unit.placement == PI_PLACE_GPU;
+        if (unit.kind == PI_UNIT_EMBEDDING)
+            placement.embedding = here;
+        else if (unit.kind == PI_UNIT_HEAD)
+            placement.head = here;
+        else if (here)
+            placement.layers[unit.layer] = 1;
+    }
+    return placement;
+}
+
 Plan check_plan(const pi_plan &plan, const ModelConfig &config) {
     require_size(plan, "plan");
     if (plan.units == nullptr || plan.tiers == nullptr)
@@ -127,7 +159,8 @@ Plan check_plan(const pi_plan &plan, const ModelConfig &config) {
                  plan.kv_type,
                  plan.activation_type,
                  plan.predict_all != 0,
-                 std::isnan(plan.sparse_threshold) ? config.sparse_threshold : plan.sparse_threshold};
+                 std::isnan(plan.sparse_threshold) ? config.sparse_threshold : plan.sparse_threshold,
+                 plan.vram_budget_bytes};
     check_sizes(checked);
     check_tiers(checked, config);
     Coverage coverage(config);

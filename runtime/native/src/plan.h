@@ -19,10 +19,23 @@ struct Plan {
     uint32_t activation_type;
     bool predict_all;
     float sparse_threshold;
+    uint64_t vram_budget_bytes;
 
     // FFN mode of a step with n_tokens new tokens.
     uint32_t ffn_mode(uint32_t n_tokens) const;
 };
+
+// What the plan puts on the device.
+struct GpuPlacement {
+    std::vector<uint8_t> layers; // [n_layers] 1: the whole layer with its KV
+    bool embedding = false;
+    bool head = false;
+
+    bool any() const;
+    bool all() const;
+};
+
+GpuPlacement gpu_placement(const Plan &plan, const ModelConfig &config);
 
 // Throws Error: PI_USAGE for a plan that contradicts itself or the model, PI_FAILURE for a placement that
 // this library cannot execute.

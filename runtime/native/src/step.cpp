@@ -105,13 +105,31 @@ uint32_t Step::visible(uint32_t token, uint32_t page) const {
         bits &= oldest - begin >= 32 ? 0u : ~0u << (oldest - begin);
     if (!has_tree())
         return bits;
-    const size_t words = (n_tokens() + 63) / 64;
     for (uint32_t j = 0; j < n_tokens(); ++j) {
         const bool on_page = sequences[j] == sequences[token] && slots[j] / PI_PAGE == page;
-        if (on_page && (tree_mask_[token * words + j / 64] >> (j % 64) & 1) != 0)
+        if (on_page && tree_bit(token, j))
             bits |= 1u << (slots[j] % PI_PAGE);
     }
     return bits;
+}
+
+std::vector<uint64_t> Step::slot_tree() const {
+    if (!has_tree())
+        return {};
+    uint32_t longest = 0;
+    for (const auto &[sequence, n] : growth)
+        longest = std::max(longest, n);
+    const size_t words = (longest + 63) / 64;
+    std::vector<uint64_t> tree(words * n_tokens());
+    for (uint32_t token = 0; token < n_tokens(); ++token) {
+        for (uint32_t j = 0; j < n_tokens(); ++j) {
+            if (sequences[j] != sequences[token] || !tree_bit(token, j))
+                continue;
+            const uint32_t at = slots[j] - old_lengths_[j];
+            tree[token * words + at / 64] |= uint64_t{1} << (at % 64);
+        }
+    }
+    return tree;
 }
 
 } // namespace pi

@@ -20,6 +20,12 @@ class Step {
     uint32_t first_page(uint32_t token) const { return oldest_visible(token) / PI_PAGE; }
     uint32_t end_page(uint32_t token) const { return slots[token] / PI_PAGE + 1; }
     bool has_tree() const { return !tree_mask_.empty(); }
+    // First position of its sequence that the token sees.
+    uint32_t oldest_visible(uint32_t token) const;
+    // Tokens of its sequence before the step.
+    uint32_t old_length(uint32_t token) const { return old_lengths_[token]; }
+    // [n_tokens, words] bit j: the token sees slot old_length + j of its sequence; empty without a tree.
+    std::vector<uint64_t> slot_tree() const;
 
     std::vector<int32_t> tokens;                      // [n_tokens], or empty with embeddings
     std::vector<float> embeddings;                    // [n_tokens, n_embd], or empty
@@ -35,7 +41,10 @@ class Step {
     void place(const pi_batch &batch, const KvCache &cache);
     void read_outputs(const pi_batch &batch, const ModelConfig &config);
     void read_tree(const pi_batch &batch);
-    uint32_t oldest_visible(uint32_t token) const;
+    bool tree_bit(uint32_t token, uint32_t other) const {
+        const size_t words = (positions.size() + 63) / 64;
+        return (tree_mask_[token * words + other / 64] >> (other % 64) & 1) != 0;
+    }
 
     uint32_t sliding_window_;
     std::vector<uint32_t> old_lengths_; // [n_tokens] of the token's sequence, before the step

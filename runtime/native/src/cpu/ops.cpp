@@ -19,6 +19,8 @@ void release(CpuStream &, float *data) {
     ::operator delete(data, std::align_val_t{64});
 }
 
+void begin_step(CpuStream &, const KvCache &, const Step &) {} // operations read cache and step themselves
+
 void copy(CpuStream &, const float *from, uint64_t n, float *to) {
     std::copy_n(from, n, to);
 }
@@ -125,6 +127,7 @@ constexpr Ops cpu_ops = {
     .name = "cpu",
     .allocate = Entry<allocate>::call,
     .release = Entry<release>::call,
+    .begin_step = Entry<begin_step>::call,
     .upload = Entry<copy>::call,
     .download = Entry<copy>::call,
     .gather = Entry<gather>::call,

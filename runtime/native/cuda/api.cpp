@@ -1,0 +1,46 @@
+// api.cpp: the library's one export.
+#include "operations.h"
+
+namespace {
+
+const pi_gpu_api api = {
+    .abi = PI_GPU_ABI,
+    .error = pi_cuda::error_text,
+    .count = pi_cuda::count_devices,
+    .open = pi_cuda::open,
+    .close = pi_cuda::close,
+    .info = pi_cuda::info,
+    .reserve = pi_cuda::reserve,
+    .allocate = pi_cuda::allocate,
+    .release = pi_cuda::release,
+    .upload = pi_cuda::upload,
+    .download = pi_cuda::download,
+    .copy = pi_cuda::copy,
+    .zero = pi_cuda::zero,
+    .synchronize = pi_cuda::synchronize,
+    .row_stride = pi_cuda::row_stride,
+    .upload_rows = pi_cuda::upload_rows,
+    .fetch_rows = pi_cuda::fetch_rows,
+    .multiply = pi_cuda::multiply,
+    .multiply_transposed = pi_cuda::multiply_transposed,
+    .multiply_listed = pi_cuda::multiply_listed,
+    .accumulate_listed = pi_cuda::accumulate_listed,
+    .gather = pi_cuda::gather,
+    .rms_norm = pi_cuda::rms_norm,
+    .add = pi_cuda::add,
+    .rope = pi_cuda::rope,
+    .gated = pi_cuda::gated,
+    .relu = pi_cuda::relu,
+    .log_probabilities = pi_cuda::log_probabilities,
+    .argmax = pi_cuda::argmax,
+    .compact = pi_cuda::compact,
+    .record = pi_cuda::record,
+    .store_kv = pi_cuda::store_kv,
+    .attend = pi_cuda::attend,
+};
+
+} // namespace
+
+extern "C" __attribute__((visibility("default"))) const pi_gpu_api *pi_gpu_api_get(uint32_t abi) {
+    return abi == PI_GPU_ABI ? &api : nullptr;
+}

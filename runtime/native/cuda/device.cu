@@ -1,0 +1,290 @@
+// device.cu: opening a device, its memory under the budget, copies, and how failures are told.
+#include "device.cuh"
+#include "memory.h"
+#include "operations.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <dlfcn.h>
+#include <memory>
+#include <mutex>
+
+namespace pi_cuda {
+namespace {
+
+thread_local std::string last_error;
+
+// Held for the context where it cannot be measured: 0.53 GiB on an H200, with room for other drivers.
+constexpr uint64_t context_reserve_bytes = 640u << 20;
+constexpr uint64_t smallest_context_bytes = 64u << 20; // less was measured: the context was there before
+constexpr int min_capability = 75;
+
+// What the device has in use, by all programs; 0 where the management library is missing.
+class UsedMemory {
+  public:
+    explicit UsedMemory(int ordinal) {
+        if (cudaDeviceGetPCIBusId(bus_, sizeof bus_, ordinal) != cudaSuccess)
+            return;
+        library_ = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
+        if (library_ == nullptr)
+            return;
+        const auto init = reinterpret_cast<int (*)()>(dlsym(library_, "nvmlInit_v2"));
+        ready_ = init != nullptr && init() == 0;
+    }
+    ~UsedMemory() {
+        if (library_ == nullptr)
+            return;
+        const auto shutdown = reinterpret_cast<int (*)()>(dlsym(library_, "nvmlShutdown"));
+        if (ready_ && shutdown != nullptr)
+            shutdown();
+        dlclose(library_);
+    }
+    UsedMemory(const UsedMemory &) = delete;
+    UsedMemory &operator=(const UsedMemory &) = delete;
+
+    uint64_t n_bytes() const {
+        if (!ready_)
+            return 0;
+        struct {
+            unsigned long long total, free, used;
+        } memory{};
+        void *device = nullptr;
+        const auto find = reinterpret_cast<int (*)(const char *, void **)>(
+            dlsym(library_, "nvmlDeviceGetHandleByPciBusId_v2"));
+        const auto read =
+            reinterpret_cast<int (*)(void *, void *)>(dlsym(library_, "nvmlDeviceGetMemoryInfo"));
+        if (find == nullptr || read == nullptr || find(bus_, &device) != 0 || read(device, &memory) != 0)
+            return 0;
+        return memory.used;
+    }
+
+  private:
+    char bus_[32] = {};
+    void *library_ = nullptr;
+    bool ready_ = false;
+};
+
+// Kernels are loaded with the context, not at their first launch, so that no memory is taken later. Read when
+// the driver starts, so this comes before every other call.
+void load_kernels_eagerly() {
+    static const int done = setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+    static_cast<void>(done);
+}
+
+// Makes the context with every kernel in it, so that nothing is loaded later, and returns what it takes.
+uint64_t make_context(int ordinal) {
+    static std::mutex mutex;
+    static uint64_t known[64] = {};
+    const std::lock_guard lock(mutex);
+    if (ordinal < 64 && known[ordinal] != 0) {
+        check(cudaSetDevice(ordinal), "choosing the device");
+        return known[ordinal];
+    }
+    const UsedMemory memory(ordinal);
+    const uint64_t before = memory.n_bytes();
+    check(cudaSetDevice(ordinal), "opening the device");
+    check(cudaFree(nullptr), "making a CUDA context");
+    const uint64_t after = memory.n_bytes();
+    const bool measured = before != 0 && after >= before + smallest_context_bytes;
+    const uint64_t n_bytes = measured ? after - before : context_reserve_bytes;
+    if (ordinal < 64)
+        known[ordinal] = n_bytes;
+    return n_bytes;
+}
+
+std::string mebibytes(uint64_t n_bytes) {
+    return std::to_string((n_bytes + (1u << 20) - 1) >> 20) + " MiB";
+}
+
+void close_device(pi_gpu *gpu) {
+    if (gpu == nullptr)
+        return;
+    cudaSetDevice(gpu->ordinal);
+    if (gpu->stream != nullptr)
+        cudaStreamSynchronize(gpu->stream);
+    delete gpu->arena;
+    for (int i = 0; i < 2; ++i) {
+        if (gpu->staged[i] != nullptr)
+            cudaEventDestroy(gpu->staged[i]);
+        if (gpu->staging[i] != nullptr)
+            cudaFreeHost(gpu->staging[i]);
+    }
+    if (gpu->stream != nullptr)
+        cudaStreamDestroy(gpu->stream);
+    delete gpu;
+}
+
+struct Close {
+    void operator()(pi_gpu *gpu) const { close_device(gpu); }
+};
+
+void describe(pi_gpu &gpu) {
+    cudaDeviceProp properties{};
+    check(cudaGetDeviceProperties(&properties, gpu.ordinal), "asking for the device's properties");
+    gpu.name = properties.name;
+    gpu.n_processors = properties.multiProcessorCount;
+    gpu.capability = 10 * properties.major + properties.minor;
+    if (gpu.capability < min_capability)
+        throw Failure{PI_FAILURE, gpu.name + " has compute capability " + std::to_string(properties.major) +
+                                      "." + std::to_string(properties.minor) + ", at least 7.5 is needed"};
+}
+
+pi_gpu *open_device(uint32_t ordinal, uint64_t budget_bytes) {
+    std::unique_ptr<pi_gpu, Close> gpu(new pi_gpu);
+    gpu->ordinal = static_cast<int>(ordinal);
+    load_kernels_eagerly();
+    describe(*gpu);
+    gpu->context_bytes = make_context(gpu->ordinal);
+    size_t free_bytes = 0, total_bytes = 0;
+    check(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for free memory");
+    gpu->budget_bytes = budget_bytes == 0 ? gpu->context_bytes + free_bytes : budget_bytes;
+    if (gpu->budget_bytes <= gpu->context_bytes)
+        throw Failure{PI_DOES_NOT_FIT, "the CUDA context alone takes " + mebibytes(gpu->context_bytes) +
+                                           ", the budget is " + mebibytes(gpu->budget_bytes)};
+    check(cudaStreamCreateWithFlags(&gpu->stream, cudaStreamNonBlocking), "making a stream");
+    gpu->arena = new Arena(gpu->ordinal, total_bytes);
+    for (int i = 0; i < 2; ++i) {
+        check(cudaMallocHost(&gpu->staging[i], pi_gpu::staging_bytes), "pinning host memory");
+        check(cudaEventCreateWithFlags(&gpu->staged[i], cudaEventDisableTiming), "making an event");
+    }
+    return gpu.release();
+}
+
+} // namespace
+
+void set_error(const std::string &text) {
+    try {
+        last_error = text;
+    } catch (...) {
+        last_error.clear();
+    }
+}
+
+void check(cudaError_t result, const char *what) {
+    if (result == cudaSuccess)
+        return;
+    const int32_t status = result == cudaErrorMemoryAllocation ? PI_DOES_NOT_FIT : PI_FAILURE;
+    throw Failure{status, std::string(what) + ": " + cudaGetErrorString(result)};
+}
+
+void *scratch(pi_gpu &gpu, Scratch &which, uint64_t n_bytes) {
+    if (n_bytes <= which.n_bytes)
+        return which.data;
+    check(cudaStreamSynchronize(gpu.stream), "waiting for the device"); // the old one may still be in use
+    if (which.data != nullptr)
+        gpu.arena->release(which.data);
+    which = {};
+    which.data = gpu.arena->allocate(n_bytes, gpu.budget_bytes - gpu.context_bytes);
+    which.n_bytes = n_bytes;
+    return which.data;
+}
+
+const char *error_text() {
+    return last_error.c_str();
+}
+
+int32_t count_devices(uint32_t *n_devices) {
+    return guarded([&] {
+        int n = 0;
+        load_kernels_eagerly();
+        check(cudaGetDeviceCount(&n), "looking for NVIDIA devices");
+        *n_devices = static_cast<uint32_t>(n);
+    });
+}
+
+int32_t open(uint32_t ordinal, uint64_t budget_bytes, pi_gpu **out) {
+    return guarded([&] {
+        *out = nullptr;
+        *out = open_device(ordinal, budget_bytes);
+    });
+}
+
+void close(pi_gpu *gpu) {
+    close_device(gpu);
+}
+
+int32_t info(pi_gpu *gpu, pi_gpu_info *out) {
+    return operate(gpu, [&](pi_gpu &) {
+        size_t free_bytes = 0, total_bytes = 0;
+        check(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for free memory");
+        *out = {};
+        std::strncpy(out->name, gpu->name.c_str(), sizeof out->name - 1);
+        out->capability = gpu->capability;
+        out->n_processors = gpu->n_processors;
+        out->total_bytes = total_bytes;
+        out->free_bytes = free_bytes;
+        out->context_bytes = gpu->context_bytes;
+        out->mapped_bytes = gpu->arena->mapped_bytes();
+        out->budget_bytes = gpu->budget_bytes;
+    });
+}
+
+int32_t reserve(pi_gpu *gpu, uint64_t partials_bytes, uint64_t halves_bytes, uint64_t tile_bytes) {
+    return operate(gpu, [&](pi_gpu &device) {
+        scratch(device, device.partials, partials_bytes);
+        scratch(device, device.halves, halves_bytes);
+        scratch(device, device.tile, tile_bytes);
+    });
+}
+
+int32_t allocate(pi_gpu *gpu, uint64_t n_bytes, void **out) {
+    return operate(gpu, [&](pi_gpu &) {
+        *out = nullptr;
+        *out = gpu->arena->allocate(n_bytes, gpu->budget_bytes - gpu->context_bytes);
+    });
+}
+
+int32_t release(pi_gpu *gpu, void *data) {
+    return guarded([&] {
+        if (data == nullptr)
+            return;
+        check(cudaSetDevice(gpu->ordinal), "choosing the device");
+        check(cudaStreamSynchronize(gpu->stream), "waiting for the device");
+        gpu->arena->release(data);
+    });
+}
+
+void stage(pi_gpu &gpu, const void *host, uint64_t n_bytes, void *to) {
+    const auto *from = static_cast<const uint8_t *>(host);
+    for (uint64_t done = 0; done < n_bytes; done += pi_gpu::staging_bytes) {
+        const uint64_t n = std::min(pi_gpu::staging_bytes, n_bytes - done);
+        const int slot = gpu.next_staging;
+        gpu.next_staging ^= 1;
+        check(cudaEventSynchronize(gpu.staged[slot]), "waiting for a copy to the device");
+        std::memcpy(gpu.staging[slot], from + done, n);
+        check(cudaMemcpyAsync(static_cast<uint8_t *>(to) + done, gpu.staging[slot], n, cudaMemcpyHostToDevice,
+                              gpu.stream),
+              "copying to the device");
+        check(cudaEventRecord(gpu.staged[slot], gpu.stream), "recording an event");
+    }
+}
+
+int32_t upload(pi_gpu *gpu, const void *host, uint64_t n_bytes, void *to) {
+    return operate(gpu, [&](pi_gpu &) { stage(*gpu, host, n_bytes, to); });
+}
+
+int32_t download(pi_gpu *gpu, const void *from, uint64_t n_bytes, void *host) {
+    return operate(gpu, [&](pi_gpu &) {
+        check(cudaMemcpyAsync(host, from, n_bytes, cudaMemcpyDeviceToHost, gpu->stream),
+              "copying from the device");
+    });
+}
+
+int32_t copy(pi_gpu *gpu, const void *from, uint64_t n_bytes, void *to) {
+    return operate(gpu, [&](pi_gpu &) {
+        check(cudaMemcpyAsync(to, from, n_bytes, cudaMemcpyDeviceToDevice, gpu->stream),
+              "copying on the device");
+    });
+}
+
+int32_t zero(pi_gpu *gpu, void *data, uint64_t n_bytes) {
+    return operate(gpu, [&](pi_gpu &) {
+        check(cudaMemsetAsync(data, 0, n_bytes, gpu->stream), "clearing device memory");
+    });
+}
+
+int32_t synchronize(pi_gpu *gpu) {
+    return operate(gpu, [&](pi_gpu &) { check(cudaStreamSynchronize(gpu->stream), "the device's work"); });
+}
+
+} // namespace pi_cuda

@@ -1,0 +1,138 @@
+// device.cuh: an open device as the library's own files see it.
+#pragma once
+
+#include "gpu.h"
+#include "kernels/kernels.h"
+#include "pi.h"
+#include "pi_gpu.h"
+
+#include <cmath>
+#include <string>
+
+namespace pi_cuda {
+
+class Arena;
+
+// A failure on its way to the caller: status and text, turned into a return value by guarded().
+struct Failure {
+    int32_t status;
+    std::string text;
+};
+
+// Throws Failure unless the call succeeded; `what` is what was tried.
+void check(cudaError_t result, const char *what);
+void set_error(const std::string &text);
+
+template <typename Function>
+int32_t guarded(Function &&function) noexcept {
+    try {
+        function();
+        return PI_OK;
+    } catch (const Failure &failure) {
+        set_error(failure.text);
+        return failure.status;
+    } catch (...) {
+        set_error("out of host memory");
+        return PI_DOES_NOT_FIT;
+    }
+}
+
+// Device scratch that grows to the largest request; freed with the device. Not for use across operations.
+struct Scratch {
+    void *data = nullptr;
+    uint64_t n_bytes = 0;
+};
+
+} // namespace pi_cuda
+
+struct pi_gpu {
+    int ordinal = 0;
+    int n_processors = 0;
+    int capability = 0;
+    std::string name;
+    uint64_t budget_bytes = 0;
+    uint64_t context_bytes = 0;
+    cudaStream_t stream = nullptr;
+    pi_cuda::Arena *arena = nullptr;
+
+    static constexpr uint64_t staging_bytes = 16u << 20;
+    void *staging[2] = {}; // pinned host memory
+    cudaEvent_t staged[2] = {};
+    int next_staging = 0;
+
+    pi_cuda::Scratch partials; // of split attention, or of split accumulation
+    pi_cuda::Scratch halves;   // activations of a matrix product as float16, with their scales
+    pi_cuda::Scratch tile;     // rows of a matrix as float16, or as the file has them
+};
+
+namespace pi_cuda {
+
+// At least n elements; contents are not kept.
+void *scratch(pi_gpu &gpu, Scratch &which, uint64_t n_bytes);
+
+template <typename T>
+T *scratch_of(pi_gpu &gpu, Scratch &which, uint64_t n) {
+    return static_cast<T *>(scratch(gpu, which, n * sizeof(T)));
+}
+
+// Runs an operation on the device; its failure becomes the return value.
+template <typename Function>
+int32_t operate(pi_gpu *gpu, Function &&function) noexcept {
+    return guarded([&] {
+        check(cudaSetDevice(gpu->ordinal), "choosing the device");
+        function(*gpu);
+    });
+}
+
+inline unsigned ceil_div(uint64_t a, uint64_t b) {
+    return static_cast<unsigned>((a + b - 1) / b);
+}
+
+constexpr int warp_size = 32;
+
+#if defined(__CUDACC__) || defined(PI_GPU_EMULATED)
+// Queues a kernel; `what` names it in the failure.
+template <typename... Params, typename... Args>
+void launch(const char *what, pi_gpu &gpu, void (*kernel)(Params...), dim3 grid, dim3 block,
+            size_t shared_bytes, Args... args) {
+    start_kernel(kernel, grid, block, shared_bytes, gpu.stream, args...);
+    check(cudaGetLastError(), what);
+}
+
+__device__ inline float warp_sum(float x) {
+    for (int offset = warp_size / 2; offset > 0; offset /= 2)
+        x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+}
+
+__device__ inline float warp_max(float x) {
+    for (int offset = warp_size / 2; offset > 0; offset /= 2)
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    return x;
+}
+
+// Sum over a block of at most 1024 threads (whole warps), for every thread; `shared` has 32 floats.
+__device__ inline float block_sum(float x, float *shared) {
+    const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
+    x = warp_sum(x);
+    __syncthreads(); // a sum before this one may still be read
+    if (lane == 0)
+        shared[warp] = x;
+    __syncthreads();
+    const int n_warps = blockDim.x / warp_size;
+    return warp_sum(lane < n_warps ? shared[lane] : 0.0f);
+}
+
+__device__ inline float block_max(float x, float *shared) {
+    const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
+    x = warp_max(x);
+    __syncthreads();
+    if (lane == 0)
+        shared[warp] = x;
+    __syncthreads();
+    const int n_warps = blockDim.x / warp_size;
+    return warp_max(lane < n_warps ? shared[lane] : -INFINITY);
+}
+#endif
+
+} // namespace pi_cuda

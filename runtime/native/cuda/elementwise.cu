@@ -1,0 +1,184 @@
+// elementwise.cu: operations on rows of activations.
+#include "device.cuh"
+#include "operations.h"
+
+#include <algorithm>
+
+namespace pi_cuda {
+namespace {
+
+constexpr unsigned threads = 256;
+constexpr unsigned row_threads = 512; // of a block that reduces a row
+
+__global__ void gather_kernel(const float *x, const uint32_t *rows, uint32_t n, float *out) {
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x)
+        out[uint64_t{n} * blockIdx.x + i] = x[uint64_t{n} * rows[blockIdx.x] + i];
+}
+
+__global__ void rms_norm_kernel(const float *x, const float *gain, uint32_t n, float eps, float *out) {
+    __shared__ float shared[warp_size];
+    const float *row = x + uint64_t{n} * blockIdx.x;
+    float squares = 0;
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x)
+        squares += row[i] * row[i];
+    squares = block_sum(squares, shared);
+    const float scale = 1.0f / sqrtf(squares / static_cast<float>(n) + eps);
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x)
+        out[uint64_t{n} * blockIdx.x + i] = row[i] * scale * gain[i];
+}
+
+__global__ void add_kernel(const float *x, uint64_t n, float *y) {
+    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n;
+         i += uint64_t{gridDim.x} * blockDim.x)
+        y[i] += x[i];
+}
+
+__global__ void relu_kernel(float *x, uint64_t n) {
+    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n;
+         i += uint64_t{gridDim.x} * blockDim.x)
+        x[i] = fmaxf(x[i], 0.0f);
+}
+
+// A block a token; a thread turns the pairs of one head after the other.
+__global__ void rope_kernel(float *x, uint32_t n_heads, uint32_t head_dim, uint32_t n_rot,
+                            const float *cosine, const float *sine) {
+    const uint32_t pairs = n_rot / 2, token = blockIdx.x;
+    for (uint32_t at = threadIdx.x; at < n_heads * pairs; at += blockDim.x) {
+        const uint32_t head = at / pairs, i = at % pairs;
+        float *pair = x + (uint64_t{token} * n_heads + head) * head_dim + 2 * i;
+        const float c = cosine[uint64_t{token} * pairs + i], s = sine[uint64_t{token} * pairs + i];
+        const float a = pair[0], b = pair[1];
+        pair[0] = a * c - b * s;
+        pair[1] = a * s + b * c;
+    }
+}
+
+// With e = exp(-|g|) <= 1 nothing overflows on either side of zero.
+__device__ __forceinline__ float silu(float g) {
+    const float e = expf(-fabsf(g));
+    return g * (g < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+__global__ void gated_silu_kernel(const float *up, uint64_t n, float *gate) {
+    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n;
+         i += uint64_t{gridDim.x} * blockDim.x)
+        gate[i] = silu(gate[i]) * up[i];
+}
+
+__global__ void gated_relu_kernel(float threshold, const float *up, uint64_t n, float *gate,
+                                  unsigned long long *n_active) {
+    __shared__ float shared[warp_size];
+    float mine = 0; // a float counts far more neurons than a thread meets
+    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n;
+         i += uint64_t{gridDim.x} * blockDim.x) {
+        const bool above = gate[i] > threshold;
+        mine += above ? 1.0f : 0.0f;
+        gate[i] = (above ? gate[i] : 0.0f) * up[i];
+    }
+    const float all = block_sum(mine, shared);
+    if (threadIdx.x == 0 && n_active != nullptr)
+        atomicAdd(n_active, static_cast<unsigned long long>(all));
+}
+
+__global__ void log_probabilities_kernel(const float *logits, uint32_t n_vocab, const int32_t *targets,
+                                         float *out) {
+    __shared__ float shared[warp_size];
+    const float *row = logits + uint64_t{n_vocab} * blockIdx.x;
+    const int32_t target = targets[blockIdx.x];
+    float largest = -INFINITY;
+    for (uint32_t i = threadIdx.x; i < n_vocab; i += blockDim.x)
+        largest = fmaxf(largest, row[i]);
+    largest = block_max(largest, shared);
+    float sum = 0;
+    for (uint32_t i = threadIdx.x; i < n_vocab; i += blockDim.x)
+        sum += expf(row[i] - largest);
+    sum = block_sum(sum, shared);
+    if (threadIdx.x == 0)
+        out[blockIdx.x] = target < 0 ? NAN : row[target] - largest - logf(sum);
+}
+
+__global__ void argmax_kernel(const float *logits, uint32_t n_vocab, int32_t *out) {
+    __shared__ float shared[warp_size];
+    __shared__ int first;
+    const float *row = logits + uint64_t{n_vocab} * blockIdx.x;
+    float largest = -INFINITY;
+    for (uint32_t i = threadIdx.x; i < n_vocab; i += blockDim.x)
+        largest = fmaxf(largest, row[i]);
+    largest = block_max(largest, shared);
+    if (threadIdx.x == 0)
+        first = INT32_MAX;
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < n_vocab; i += blockDim.x) {
+        if (row[i] == largest) {
+            atomicMin(&first, static_cast<int>(i));
+            break;
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        out[blockIdx.x] = first == INT32_MAX ? 0 : first; // nothing but NaN
+}
+
+unsigned grid_of(uint64_t n) {
+    return std::max(1u, std::min(ceil_div(n, threads), 4096u));
+}
+
+} // namespace
+
+int32_t gather(pi_gpu *gpu, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n, float *out) {
+    return operate(gpu, [&](pi_gpu &device) {
+        launch("gathering rows", device, gather_kernel, n_rows, threads, 0, x, rows, n, out);
+    });
+}
+
+int32_t rms_norm(pi_gpu *gpu, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
+                 float *out) {
+    return operate(gpu, [&](pi_gpu &device) {
+        launch("normalising", device, rms_norm_kernel, n_rows, row_threads, 0, x, gain, n, eps, out);
+    });
+}
+
+int32_t add(pi_gpu *gpu, const float *x, uint64_t n, float *y) {
+    return operate(
+        gpu, [&](pi_gpu &device) { launch("adding", device, add_kernel, grid_of(n), threads, 0, x, n, y); });
+}
+
+int32_t relu(pi_gpu *gpu, float *x, uint64_t n) {
+    return operate(
+        gpu, [&](pi_gpu &device) { launch("ReLU", device, relu_kernel, grid_of(n), threads, 0, x, n); });
+}
+
+int32_t rope(pi_gpu *gpu, float *x, uint32_t n_tokens, uint32_t n_heads, uint32_t head_dim, uint32_t n_rot,
+             const float *cosine, const float *sine) {
+    return operate(gpu, [&](pi_gpu &device) {
+        launch("turning heads", device, rope_kernel, n_tokens, threads, 0, x, n_heads, head_dim, n_rot,
+               cosine, sine);
+    });
+}
+
+int32_t gated(pi_gpu *gpu, uint32_t activation, float threshold, const float *up, uint64_t n, float *gate,
+              uint64_t *n_active) {
+    return operate(gpu, [&](pi_gpu &device) {
+        if (activation == PI_ACTIVATION_SILU)
+            return launch("SiLU", device, gated_silu_kernel, grid_of(n), threads, 0, up, n, gate);
+        launch("gated ReLU", device, gated_relu_kernel, grid_of(n), threads, 0, threshold, up, n, gate,
+               reinterpret_cast<unsigned long long *>(n_active));
+    });
+}
+
+int32_t log_probabilities(pi_gpu *gpu, const float *logits, uint32_t n_rows, uint32_t n_vocab,
+                          const int32_t *targets, float *out) {
+    return operate(gpu, [&](pi_gpu &device) {
+        launch("log-probabilities", device, log_probabilities_kernel, n_rows, row_threads, 0, logits, n_vocab,
+               targets, out);
+    });
+}
+
+int32_t argmax(pi_gpu *gpu, const float *logits, uint32_t n_rows, uint32_t n_vocab, int32_t *out) {
+    return operate(gpu, [&](pi_gpu &device) {
+        launch("finding the largest logit", device, argmax_kernel, n_rows, row_threads, 0, logits, n_vocab,
+               out);
+    });
+}
+
+} // namespace pi_cuda

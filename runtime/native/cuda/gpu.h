@@ -1,0 +1,27 @@
+// gpu.h: the one way from the kernels to a vendor's headers: CUDA, or the emulator that runs kernels on the
+// CPU in tests (PI_GPU_EMULATED).
+#pragma once
+
+#if defined(PI_GPU_EMULATED)
+#include "emulator.h"
+#else
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+// Dynamic shared memory of the block as an array of T.
+#define PI_SHARED(T, name)                                                                                   \
+    extern __shared__ uint4 pi_shared_memory[];                                                              \
+    T *name = reinterpret_cast<T *>(pi_shared_memory)
+
+namespace pi_cuda {
+
+#ifdef __CUDACC__
+template <typename... Params, typename... Args>
+void start_kernel(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+                  Args... args) {
+    kernel<<<grid, block, shared_bytes, stream>>>(static_cast<Params>(args)...);
+}
+#endif
+
+} // namespace pi_cuda
+#endif

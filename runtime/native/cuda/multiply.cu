@@ -1,0 +1,181 @@
+// multiply.cu: which kernel computes a product: rows against a few vectors, or tiles on the matrix units.
+#include "gemv.cuh"
+#include "operations.h"
+#include "rows.cuh"
+
+#include <algorithm>
+
+namespace pi_cuda {
+namespace {
+
+constexpr uint32_t gemv_tokens = 16; // up to this many; float32 rows always: the matrix units round them
+constexpr uint64_t tile_elements = 16u << 20; // of a matrix dequantised at a time
+
+GemvProduct gemv_product(const pi_gpu_rows &rows, float *out) {
+    GemvProduct product{};
+    product.data = static_cast<const uint8_t *>(rows.data);
+    product.row_stride = rows.row_stride;
+    product.n_rows = rows.n_rows;
+    product.out = out;
+    return product;
+}
+
+void add_product(GemvLaunch &work, uint32_t &n_blocks, GemvProduct product) {
+    product.first_block = n_blocks;
+    n_blocks += ceil_div(product.n_rows, gemv_block_rows);
+    work.product[work.n_products++] = product;
+}
+
+void start(pi_gpu &gpu, uint32_t kernel_type, const GemvLaunch &work, uint32_t n_blocks) {
+    for_type(kernel_type, [&]<int type>() { run_gemv<type>(gpu, work, n_blocks); });
+}
+
+// Products [0, n) that are of this type, in launches of at most 8 vectors.
+void multiply_vectors(pi_gpu &gpu, const pi_gpu_product *products, uint32_t n, uint32_t kernel_type,
+                      const float *x, uint32_t n_tokens) {
+    for (uint32_t token = 0; token < n_tokens; token += gemv_max_columns) {
+        GemvLaunch work{};
+        uint32_t n_blocks = 0;
+        work.n_cols = products[0].rows.n_cols;
+        work.n_columns = std::min(gemv_max_columns, n_tokens - token);
+        work.x = x + uint64_t{token} * work.n_cols;
+        for (uint32_t i = 0; i < n; ++i) {
+            const pi_gpu_rows &rows = products[i].rows;
+            if (rows.kernel_type != kernel_type)
+                continue;
+            GemvProduct product = gemv_product(rows, products[i].out + uint64_t{token} * rows.n_rows);
+            product.bias = products[i].bias;
+            add_product(work, n_blocks, product);
+        }
+        start(gpu, kernel_type, work, n_blocks);
+    }
+}
+
+// Rows [first, first + n) as float16, in scratch unless the matrix is of that type.
+const __half *half_rows(pi_gpu &gpu, const pi_gpu_rows &rows, uint32_t first, uint32_t n) {
+    pi_gpu_rows part = rows;
+    part.data = static_cast<const uint8_t *>(rows.data) + rows.row_stride * first;
+    part.n_rows = n;
+    if (rows.kernel_type == PI_KT_F16)
+        return static_cast<const __half *>(part.data);
+    auto *out = scratch_of<__half>(gpu, gpu.tile, uint64_t{n} * rows.n_cols);
+    dequantise_to_half(gpu, part, out);
+    return out;
+}
+
+// Rows of a tile: a multiple of 32, so that every tile but the last is.
+uint32_t tile_rows(const pi_gpu_rows &rows) {
+    if (rows.kernel_type == PI_KT_F16)
+        return rows.n_rows;
+    return static_cast<uint32_t>(std::max<uint64_t>(tile_elements / rows.n_cols / 32, 1)) * 32;
+}
+
+void multiply_tiles(pi_gpu &gpu, const pi_gpu_product &product, const Halves &x) {
+    const pi_gpu_rows &rows = product.rows;
+    const uint32_t each = tile_rows(rows);
+    for (uint32_t first = 0; first < rows.n_rows; first += each) {
+        const uint32_t n = std::min(each, rows.n_rows - first);
+        Gemm work{};
+        work.x = x;
+        work.n_k = rows.n_cols;
+        work.w = half_rows(gpu, rows, first, n);
+        work.w_stride = rows.n_cols;
+        work.n_out = n;
+        work.bias = product.bias == nullptr ? nullptr : product.bias + first;
+        work.out = product.out + first;
+        work.out_stride = rows.n_rows;
+        run_gemm(gpu, work);
+    }
+}
+
+void require_products(const pi_gpu_product *products, uint32_t n) {
+    if (n == 0 || n > PI_GPU_MAX_PRODUCTS)
+        throw Failure{PI_FAILURE, "a wrong number of products"};
+    for (uint32_t i = 0; i < n; ++i) {
+        require_rows(products[i].rows);
+        if (products[i].rows.n_cols != products[0].rows.n_cols)
+            throw Failure{PI_FAILURE, "products of one vector have different lengths"};
+    }
+}
+
+bool as_vectors(uint32_t kernel_type, uint32_t n_tokens) {
+    return n_tokens <= gemv_tokens || kernel_type == PI_KT_F32;
+}
+
+} // namespace
+
+int32_t multiply(pi_gpu *gpu, const pi_gpu_product *products, uint32_t n, const float *x, uint32_t n_tokens) {
+    return operate(gpu, [&](pi_gpu &device) {
+        require_products(products, n);
+        Halves halves{};
+        for (uint32_t i = 0; i < n; ++i) {
+            const uint32_t type = products[i].rows.kernel_type;
+            if (as_vectors(type, n_tokens)) {
+                const auto same = [type](const pi_gpu_product &p) { return p.rows.kernel_type == type; };
+                if (std::none_of(products, products + i, same)) // the first of its type takes them all
+                    multiply_vectors(device, products, n, type, x, n_tokens);
+                continue;
+            }
+            if (halves.data == nullptr)
+                halves = to_halves(device, x, n_tokens, products[0].rows.n_cols);
+            multiply_tiles(device, products[i], halves);
+        }
+    });
+}
+
+int32_t multiply_listed(pi_gpu *gpu, const pi_gpu_rows *rows, const pi_gpu_list *list, const float *x,
+                        float *out) {
+    return operate(gpu, [&](pi_gpu &device) {
+        require_rows(*rows);
+        GemvLaunch work{};
+        uint32_t n_blocks = 0;
+        work.n_cols = rows->n_cols;
+        work.n_columns = 1;
+        work.x = x;
+        GemvProduct product = gemv_product(*rows, out);
+        product.index = list->index;
+        product.n_listed = list->length;
+        product.factor = list->value;
+        add_product(work, n_blocks, product);
+        start(device, rows->kernel_type, work, n_blocks);
+    });
+}
+
+// One token after the other as sums of rows, many on the matrix units.
+int32_t multiply_transposed(pi_gpu *gpu, const pi_gpu_rows *rows, const float *h, uint32_t n_tokens,
+                            float *out) {
+    return operate(gpu, [&](pi_gpu &device) {
+        require_rows(*rows);
+        if (as_vectors(rows->kernel_type, n_tokens)) {
+            for (uint32_t t = 0; t < n_tokens; ++t)
+                accumulate_rows(device, *rows, nullptr, h + uint64_t{t} * rows->n_rows,
+                                out + uint64_t{t} * rows->n_cols);
+            return;
+        }
+        Gemm work{};
+        work.x = to_halves(device, h, n_tokens, rows->n_rows);
+        work.w_stride = rows->n_cols;
+        work.transposed = true;
+        work.n_out = rows->n_cols;
+        work.out = out;
+        work.out_stride = rows->n_cols;
+        const uint32_t each = tile_rows(*rows);
+        for (uint32_t first = 0; first < rows->n_rows; first += each) {
+            work.k_begin = first;
+            work.n_k = std::min(each, rows->n_rows - first);
+            work.w = half_rows(device, *rows, first, work.n_k);
+            work.accumulate = first > 0;
+            run_gemm(device, work);
+        }
+    });
+}
+
+int32_t accumulate_listed(pi_gpu *gpu, const pi_gpu_rows *rows, const pi_gpu_list *list, const float *coef,
+                          float *out) {
+    return operate(gpu, [&](pi_gpu &device) {
+        require_rows(*rows);
+        accumulate_rows(device, *rows, list, coef, out);
+    });
+}
+
+} // namespace pi_cuda

@@ -1,0 +1,177 @@
+/* pi_gpu.h: the C interface between libpi and a library for one kind of device (libpi_cuda). The library
+ * knows memory, matrices and operations; layers, sequences and plans are libpi's.
+ *
+ * Operations are queued on the device's stream and return at once, with PI_OK or the status of a failure
+ * whose text error() gives; a failure inside a queued operation is reported by synchronize(). One thread at a
+ * time uses a device. Arrays are float32, row-major, in device memory, unless said otherwise. Nothing here
+ * throws, prints or exits. */
+#ifndef PI_GPU_H
+#define PI_GPU_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PI_GPU_ABI 1u
+#define PI_GPU_ENTRY "pi_gpu_api_get"
+#define PI_GPU_MAX_PRODUCTS 4
+
+typedef struct pi_gpu pi_gpu; /* an open device: context, stream, memory under a budget */
+
+typedef struct pi_gpu_info {
+    char name[128];
+    int32_t capability; /* 10 * major + minor */
+    int32_t n_processors;
+    uint64_t total_bytes;
+    uint64_t free_bytes; /* now */
+    uint64_t
+        context_bytes; /* what opening the device took, or a reserve for it where that cannot be measured */
+    uint64_t mapped_bytes; /* taken for allocations */
+    uint64_t budget_bytes;
+} pi_gpu_info;
+
+/* Rows of a matrix in device memory as multiply_matrix() and others read them. The bytes of a row are those
+ * of the file's, its blocks' fields side by side instead of interleaved; rows are row_stride apart. */
+typedef struct pi_gpu_rows {
+    const void *data;
+    uint64_t row_stride;
+    uint32_t kernel_type; /* PI_KT_* */
+    uint32_t n_cols;      /* a multiple of 32 */
+    uint32_t n_rows;
+} pi_gpu_rows;
+
+/* out[t * n_rows + r] = row r . token t (+ bias[r]). */
+typedef struct pi_gpu_product {
+    pi_gpu_rows rows;
+    const float *bias; /* [n_rows] or NULL */
+    float *out;        /* [n_tokens, n_rows] */
+} pi_gpu_product;
+
+/* A list of neurons that lives on the device. */
+typedef struct pi_gpu_list {
+    int32_t *index;   /* [capacity] ascending */
+    float *value;     /* [capacity] what belongs to each, or NULL */
+    uint32_t *length; /* [1] */
+} pi_gpu_list;
+
+/* The new tokens of a step, on the device. Token t is of row sequence[t] of the block table. */
+typedef struct pi_gpu_step {
+    uint32_t n_tokens;
+    uint32_t table_stride;      /* pages of a row of the block table */
+    const uint32_t *table;      /* [sequences of the step, table_stride] page of each 32 positions */
+    const uint32_t *sequence;   /* [n_tokens] */
+    const uint32_t *slot;       /* [n_tokens] place of the token in its sequence */
+    const uint32_t *oldest;     /* [n_tokens] first position that it sees */
+    const uint32_t *old_length; /* [n_tokens] tokens of its sequence before this step */
+    const uint64_t *tree;       /* [n_tokens, tree_words] or NULL: bit j = it sees slot old_length + j */
+    uint32_t tree_words;
+    uint32_t most_pages; /* an upper bound of the pages that a token sees: sizes the launch only */
+} pi_gpu_step;
+
+/* KV pages of one layer: page p at base + p * page_bytes, KV head h of it at h * 2 * half_bytes:
+ * K [head_dim, 32], then V [32, head_dim]. */
+typedef struct pi_gpu_kv {
+    uint8_t *base;
+    uint64_t page_bytes;
+    uint32_t half_precision; /* 1: float16, 0: float32 */
+    uint32_t n_kv_heads;
+    uint32_t head_dim;
+} pi_gpu_kv;
+
+typedef struct pi_gpu_attention {
+    pi_gpu_kv kv;
+    pi_gpu_step step;
+    uint32_t n_heads;
+    const float *q; /* [n_tokens, n_heads, head_dim] */
+    float *out;     /* [n_tokens, n_heads, head_dim] */
+    float *lse;     /* [n_tokens, n_heads] or NULL */
+    /* [n_tiles, 2] first token and one beyond the last of at most 64 of one sequence; NULL: token by token */
+    const uint32_t *tiles;
+    uint32_t n_tiles;
+} pi_gpu_attention;
+
+typedef struct pi_gpu_api {
+    uint32_t abi;               /* PI_GPU_ABI */
+    const char *(*error)(void); /* of this thread's last failure */
+
+    /* ---- device and memory ---- */
+    int32_t (*count)(uint32_t *n_devices);
+    /* budget_bytes: ceiling of context and allocations together; 0: what is free. PI_DOES_NOT_FIT where the
+     * context alone exceeds it. */
+    int32_t (*open)(uint32_t ordinal, uint64_t budget_bytes, pi_gpu **out);
+    void (*close)(pi_gpu *);
+    int32_t (*info)(pi_gpu *, pi_gpu_info *out);
+    /* Scratch that operations take as they need it, from the start: afterwards none of these sizes takes
+     * more. Transposed products and attention: partials; large products: activations as float16, and a tile
+     * of rows. */
+    int32_t (*reserve)(pi_gpu *, uint64_t partials_bytes, uint64_t halves_bytes, uint64_t tile_bytes);
+    /* PI_DOES_NOT_FIT above the budget; contents are undefined. */
+    int32_t (*allocate)(pi_gpu *, uint64_t n_bytes, void **out);
+    int32_t (*release)(pi_gpu *, void *data);
+    int32_t (*upload)(pi_gpu *, const void *host, uint64_t n_bytes,
+                      void *to); /* host may change afterwards */
+    int32_t (*download)(pi_gpu *, const void *from, uint64_t n_bytes,
+                        void *host); /* there after synchronize */
+    int32_t (*copy)(pi_gpu *, const void *from, uint64_t n_bytes, void *to);
+    int32_t (*zero)(pi_gpu *, void *data, uint64_t n_bytes);
+    int32_t (*synchronize)(pi_gpu *);
+
+    /* ---- matrices ---- */
+    uint64_t (*row_stride)(uint32_t kernel_type, uint32_t n_cols); /* 0: this device has no kernels for it */
+    /* host: n_rows rows as the file has them, row_bytes apart; rows->data: n_rows * row_stride bytes */
+    int32_t (*upload_rows)(pi_gpu *, const void *host, uint64_t row_bytes, const pi_gpu_rows *rows);
+    /* out [n, n_cols] = rows tokens[i] */
+    int32_t (*fetch_rows)(pi_gpu *, const pi_gpu_rows *, const int32_t *tokens, uint32_t n, float *out);
+    /* At most PI_GPU_MAX_PRODUCTS products of one x [n_tokens, n_cols]. */
+    int32_t (*multiply)(pi_gpu *, const pi_gpu_product *products, uint32_t n_products, const float *x,
+                        uint32_t n_tokens);
+    /* out [n_tokens, n_cols] = h [n_tokens, n_rows] . rows */
+    int32_t (*multiply_transposed)(pi_gpu *, const pi_gpu_rows *, const float *h, uint32_t n_tokens,
+                                   float *out);
+    /* out[i] = row list.index[i] . x (* list.value[i]) for i < *list.length */
+    int32_t (*multiply_listed)(pi_gpu *, const pi_gpu_rows *, const pi_gpu_list *list, const float *x,
+                               float *out);
+    /* out [n_cols] = sum of coef[i] * row list.index[i] for i < *list.length */
+    int32_t (*accumulate_listed)(pi_gpu *, const pi_gpu_rows *, const pi_gpu_list *list, const float *coef,
+                                 float *out);
+
+    /* ---- rows of activations ---- */
+    int32_t (*gather)(pi_gpu *, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n,
+                      float *out);
+    int32_t (*rms_norm)(pi_gpu *, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
+                        float *out);
+    int32_t (*add)(pi_gpu *, const float *x, uint64_t n, float *y);
+    int32_t (*rope)(pi_gpu *, float *x, uint32_t n_tokens, uint32_t n_heads, uint32_t head_dim,
+                    uint32_t n_rot, const float *cosine, const float *sine);
+    /* gate = act(gate) * up; relu: adds to *n_active the gates above the threshold */
+    int32_t (*gated)(pi_gpu *, uint32_t activation, float threshold, const float *up, uint64_t n, float *gate,
+                     uint64_t *n_active);
+    int32_t (*relu)(pi_gpu *, float *x, uint64_t n);
+    int32_t (*log_probabilities)(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab,
+                                 const int32_t *targets, float *out);
+    /* out [n_rows]: smallest index of the largest logit */
+    int32_t (*argmax)(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab, int32_t *out);
+
+    /* ---- lists of neurons ---- */
+    /* The i < n with x[i] > threshold (inclusive: >=), and x[i] into list.value; adds the length to *total.
+     * from NULL: neuron i, else x[i] belongs to neuron from->index[i], i < *from->length. */
+    int32_t (*compact)(pi_gpu *, const float *x, uint32_t n, const pi_gpu_list *from, float threshold,
+                       uint32_t inclusive, const pi_gpu_list *list, uint64_t *total);
+    /* Sets bit index % 64 of word index / 64 for each listed neuron whose coef is not 0; index NULL: i < n.
+     */
+    int32_t (*record)(pi_gpu *, const pi_gpu_list *list, uint32_t n, const float *coef, uint64_t *words);
+
+    /* ---- attention ---- */
+    int32_t (*store_kv)(pi_gpu *, const pi_gpu_kv *, const pi_gpu_step *, const float *k, const float *v);
+    int32_t (*attend)(pi_gpu *, const pi_gpu_attention *);
+} pi_gpu_api;
+
+/* The library's one export; NULL where it was built for another version of this interface. */
+typedef const pi_gpu_api *(*pi_gpu_api_get_fn)(uint32_t abi);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,126 @@
+// rows.cu: rows of matrices: taken apart when they arrive, fetched as floats, dequantised to float16.
+#include "rows.cuh"
+
+#include "operations.h"
+
+#include <algorithm>
+
+namespace pi_cuda {
+
+void stage(pi_gpu &gpu, const void *host, uint64_t n_bytes, void *to);
+
+namespace {
+
+constexpr uint64_t piece_bytes = 32u << 20; // of raw rows on the device before they are taken apart
+constexpr unsigned threads = 256;
+
+// A thread a block of the file: raw [n_rows, row_bytes] -> out [n_rows, stride].
+__global__ void take_apart_kernel(const uint8_t *raw, uint64_t row_bytes, Layout layout, uint32_t n_blocks,
+                                  uint32_t n_rows, uint8_t *out, uint64_t stride) {
+    const uint64_t total = uint64_t{n_rows} * n_blocks;
+    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
+         i += uint64_t{gridDim.x} * blockDim.x) {
+        const uint64_t row = i / n_blocks, block = i % n_blocks;
+        const uint8_t *from = raw + row * row_bytes + block * layout.block_bytes;
+        uint8_t *to = out + row * stride;
+        for (uint32_t f = 0; f < layout.n_fields; ++f) {
+            const Field field = layout.fields[f];
+            for (uint32_t byte = 0; byte < field.bytes; ++byte)
+                to[block * field.bytes + byte] = from[field.offset + byte];
+            to += uint64_t{n_blocks} * field.bytes;
+        }
+    }
+}
+
+template <int type>
+__global__ void fetch_kernel(pi_gpu_rows rows, const int32_t *tokens, float *out) {
+    constexpr uint32_t width = Type<type>::width, block_elements = layouts[type].block_elements;
+    const RowView row = {static_cast<const uint8_t *>(rows.data) +
+                             rows.row_stride * static_cast<uint32_t>(tokens[blockIdx.x]),
+                         rows.n_cols / block_elements};
+    float values[width];
+    for (uint32_t slice = threadIdx.x; slice < rows.n_cols / width; slice += blockDim.x) {
+        Type<type>::unpack(Type<type>::load(row, slice), values);
+        auto *to = reinterpret_cast<float4 *>(out + uint64_t{rows.n_cols} * blockIdx.x + slice * width);
+#pragma unroll
+        for (uint32_t j = 0; j < width / 4; ++j)
+            to[j] = {values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]};
+    }
+}
+
+// out [n_rows, n_cols]
+template <int type>
+__global__ void to_half_kernel(pi_gpu_rows rows, __half *out) {
+    constexpr uint32_t width = Type<type>::width, block_elements = layouts[type].block_elements;
+    const uint32_t per_row = rows.n_cols / width;
+    const uint64_t total = uint64_t{rows.n_rows} * per_row;
+    float values[width];
+    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
+         i += uint64_t{gridDim.x} * blockDim.x) {
+        const uint64_t r = i / per_row;
+        const uint32_t slice = static_cast<uint32_t>(i % per_row);
+        const RowView row = {static_cast<const uint8_t *>(rows.data) + rows.row_stride * r,
+                             rows.n_cols / block_elements};
+        Type<type>::unpack(Type<type>::load(row, slice), values);
+        auto *to = reinterpret_cast<__half2 *>(out + r * rows.n_cols + slice * width);
+#pragma unroll
+        for (uint32_t j = 0; j < width / 2; ++j)
+            to[j] = __floats2half2_rn(values[2 * j], values[2 * j + 1]);
+    }
+}
+
+void upload_piece(pi_gpu &gpu, const uint8_t *host, uint64_t row_bytes, const pi_gpu_rows &rows,
+                  uint32_t first, uint32_t n) {
+    const Layout &layout = layouts[rows.kernel_type];
+    auto *raw = scratch_of<uint8_t>(gpu, gpu.tile, n * row_bytes);
+    stage(gpu, host + first * row_bytes, n * row_bytes, raw);
+    const uint32_t n_blocks = rows.n_cols / layout.block_elements;
+    const unsigned grid = std::min(ceil_div(uint64_t{n} * n_blocks, threads), 65536u);
+    launch("taking rows apart", gpu, take_apart_kernel, grid, threads, 0, raw, row_bytes, layout, n_blocks, n,
+           static_cast<uint8_t *>(const_cast<void *>(rows.data)) + first * rows.row_stride, rows.row_stride);
+}
+
+} // namespace
+
+void require_rows(const pi_gpu_rows &rows) {
+    if (stride_of(rows.kernel_type, rows.n_cols) == 0)
+        throw Failure{PI_FAILURE,
+                      "rows of " + std::to_string(rows.n_cols) +
+                          " elements: the device's kernels take multiples of 32, of whole blocks"};
+}
+
+void dequantise_to_half(pi_gpu &gpu, const pi_gpu_rows &rows, __half *out) {
+    for_type(rows.kernel_type, [&]<int type>() {
+        const uint64_t slices = uint64_t{rows.n_rows} * (rows.n_cols / Type<type>::width);
+        launch("dequantising", gpu, to_half_kernel<type>, std::min(ceil_div(slices, threads), 65536u),
+               threads, 0, rows, out);
+    });
+}
+
+uint64_t row_stride(uint32_t kernel_type, uint32_t n_cols) {
+    return stride_of(kernel_type, n_cols);
+}
+
+int32_t upload_rows(pi_gpu *gpu, const void *host, uint64_t row_bytes, const pi_gpu_rows *rows) {
+    return operate(gpu, [&](pi_gpu &device) {
+        require_rows(*rows);
+        const auto *from = static_cast<const uint8_t *>(host);
+        if (layouts[rows->kernel_type].n_fields ==
+            0) // lengths in multiples of 32: the stride is the row's bytes
+            return stage(device, from, rows->n_rows * row_bytes, const_cast<void *>(rows->data));
+        const auto each = static_cast<uint32_t>(std::max<uint64_t>(piece_bytes / row_bytes, 1));
+        for (uint32_t first = 0; first < rows->n_rows; first += each)
+            upload_piece(device, from, row_bytes, *rows, first, std::min(each, rows->n_rows - first));
+    });
+}
+
+int32_t fetch_rows(pi_gpu *gpu, const pi_gpu_rows *rows, const int32_t *tokens, uint32_t n, float *out) {
+    return operate(gpu, [&](pi_gpu &device) {
+        require_rows(*rows);
+        for_type(rows->kernel_type, [&]<int type>() {
+            launch("fetching rows", device, fetch_kernel<type>, n, threads, 0, *rows, tokens, out);
+        });
+    });
+}
+
+} // namespace pi_cuda

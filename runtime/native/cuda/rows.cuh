@@ -1,0 +1,46 @@
+// rows.cuh: what the products ask of rows.cu and gemm.cu.
+#pragma once
+
+#include "k_quants.cuh"
+
+namespace pi_cuda {
+
+// Throws Failure for a type or length without kernels.
+void require_rows(const pi_gpu_rows &rows);
+
+// out [n_rows, n_cols]
+void dequantise_to_half(pi_gpu &gpu, const pi_gpu_rows &rows, __half *out);
+
+// Activations as float16: value = half * scale[token], a power of two, so that none overflows.
+struct Halves {
+    const __half *data; // [n_tokens, n_k], zeros between the activation's length and n_k
+    const float *scale; // [n_tokens]
+    uint32_t n_tokens;
+    uint32_t n_k; // a multiple of 32
+};
+
+// x [n_tokens, n]
+Halves to_halves(pi_gpu &gpu, const float *x, uint32_t n_tokens, uint32_t n);
+
+// out[t * out_stride + j] (+)= sum over k of x[t][k] * w[j][k] (transposed: w[k][j]) (+ bias[j]), j < n_out
+struct Gemm {
+    Halves x;
+    uint32_t k_begin; // of x
+    uint32_t n_k;
+    const __half *w;
+    uint32_t w_stride; // elements from one row of w to the next
+    bool transposed;
+    bool accumulate;
+    uint32_t n_out;
+    const float *bias; // or null
+    float *out;
+    uint32_t out_stride;
+};
+
+void run_gemm(pi_gpu &gpu, const Gemm &work);
+
+// out [n_cols] = sum of coef[i] * row list->index[i], i < *list->length; list null: of all rows i
+void accumulate_rows(pi_gpu &gpu, const pi_gpu_rows &rows, const pi_gpu_list *list, const float *coef,
+                     float *out);
+
+} // namespace pi_cuda

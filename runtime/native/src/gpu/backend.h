@@ -1,0 +1,19 @@
+// backend.h: what the engine asks of the GPU backend.
+#pragma once
+
+#include "../forward.h"
+
+namespace pi {
+
+// A backend on the first device, with everything that the placement puts there. Throws Error: no device or
+// library, or PI_DOES_NOT_FIT under the plan's budget.
+Backend open_gpu_backend(const pi_model &model, const Plan &plan, const GpuPlacement &placement);
+
+// Memory for the pages of its layers; the stream outlives it.
+std::unique_ptr<KvHome> make_gpu_pages(Stream &stream, const KvShape &shape,
+                                       const std::vector<uint8_t> &layers);
+
+// Fills in the device's part of the statistics.
+void describe_gpu(const Side &gpu, pi_stats &stats);
+
+} // namespace pi

@@ -1,0 +1,257 @@
+// ops.cpp: the GPU backend's table, and how a step is described to the device.
+#include "stream.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pi {
+namespace {
+
+constexpr uint32_t tile_tokens = 64; // most that a tile of attention takes
+
+float *allocate(GpuStream &stream, uint64_t n_floats) {
+    return stream.device.allocate<float>(n_floats);
+}
+
+void release(GpuStream &stream, float *data) {
+    // A failure here is one that synchronize() has told, or will tell when the device is used again.
+    static_cast<void>(stream.device.try_release(data));
+}
+
+void upload(GpuStream &stream, const float *host, uint64_t n, float *out) {
+    stream.device.call(&pi_gpu_api::upload, host, n * sizeof(float), out);
+}
+
+void download(GpuStream &stream, const float *x, uint64_t n, float *host) {
+    stream.device.call(&pi_gpu_api::download, x, n * sizeof(float), host);
+}
+
+void gather(GpuStream &stream, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n,
+            float *out) {
+    stream.device.call(&pi_gpu_api::gather, x, stream.indices(rows, n_rows), n_rows, n, out);
+}
+
+void embed(GpuStream &stream, const Matrix &embedding, const int32_t *tokens, uint32_t n, float *out) {
+    const pi_gpu_rows rows = stream.rows(embedding);
+    const auto *on_device = reinterpret_cast<const int32_t *>(stream.indices(tokens, n));
+    stream.device.call(&pi_gpu_api::fetch_rows, &rows, on_device, n, out);
+}
+
+void rms_norm(GpuStream &stream, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
+              float *out) {
+    stream.device.call(&pi_gpu_api::rms_norm, x, stream.vector(gain), n_rows, n, eps, out);
+}
+
+void matmul(GpuStream &stream, std::span<const Product> products, const float *x, const uint32_t *,
+            uint32_t n_tokens) {
+    pi_gpu_product on_device[PI_GPU_MAX_PRODUCTS];
+    if (products.size() > PI_GPU_MAX_PRODUCTS)
+        throw Error(PI_FAILURE, "too many products of one input");
+    for (size_t i = 0; i < products.size(); ++i) {
+        const Product &product = products[i];
+        on_device[i] = {stream.rows(*product.matrix, product.row_begin, product.row_end),
+                        stream.vector(product.bias), product.out};
+    }
+    stream.device.call(&pi_gpu_api::multiply, static_cast<const pi_gpu_product *>(on_device),
+                       static_cast<uint32_t>(products.size()), x, n_tokens);
+}
+
+void add(GpuStream &stream, const float *x, uint64_t n, float *y) {
+    stream.device.call(&pi_gpu_api::add, x, n, y);
+}
+
+void rope(GpuStream &stream, float *x, uint32_t n_tokens, uint32_t n_heads, const ModelConfig &config,
+          const float *cosine, const float *sine) {
+    stream.device.call(&pi_gpu_api::rope, x, n_tokens, n_heads, config.head_dim, config.n_rot, cosine, sine);
+}
+
+pi_gpu_kv kv_of(const GpuStream &stream, const KvCache &cache, uint32_t layer) {
+    const KvShape &shape = cache.shape();
+    return {stream.pages->layer(layer), shape.layer_page_bytes(), shape.element_bytes == 2 ? 1u : 0u,
+            shape.n_kv_heads, shape.head_dim};
+}
+
+void store_kv(GpuStream &stream, const KvCache &cache, const Step &, uint32_t layer, const float *k,
+              const float *v) {
+    const pi_gpu_kv kv = kv_of(stream, cache, layer);
+    stream.device.call(&pi_gpu_api::store_kv, &kv, &stream.step, k, v);
+}
+
+void attend(GpuStream &stream, const AttentionArgs &args) {
+    pi_gpu_attention work{};
+    work.kv = kv_of(stream, *args.cache, args.layer);
+    work.step = stream.step;
+    work.n_heads = args.config->n_heads;
+    work.q = args.q;
+    work.out = args.out;
+    work.lse = args.lse;
+    work.tiles = stream.tiles;
+    work.n_tiles = stream.n_tiles;
+    stream.device.call(&pi_gpu_api::attend, &work);
+}
+
+void log_probabilities(GpuStream &stream, const float *logits, uint32_t n_rows, uint32_t n_vocab,
+                       const int32_t *targets, float *host) {
+    const auto *on_device = reinterpret_cast<const int32_t *>(stream.indices(targets, n_rows));
+    stream.device.call(&pi_gpu_api::log_probabilities, logits, n_rows, n_vocab, on_device,
+                       stream.row_results);
+    download(stream, stream.row_results, n_rows, host);
+}
+
+void synchronize(GpuStream &stream) {
+    uint64_t counts[2] = {};
+    FfnCounts *to = std::exchange(stream.counts, nullptr);
+    if (to != nullptr) {
+        stream.device.call(&pi_gpu_api::download, stream.ffn.counts, sizeof counts, counts);
+        stream.device.call(&pi_gpu_api::zero, stream.ffn.counts, sizeof counts);
+    }
+    stream.device.call(&pi_gpu_api::synchronize);
+    if (to != nullptr) {
+        to->guessed += counts[0];
+        to->active += counts[1];
+    }
+}
+
+// Rows of the block table, one for each sequence of the step, and each token's row.
+struct Table {
+    std::vector<uint32_t> pages;
+    std::vector<uint32_t> row_of_token;
+    uint32_t stride = 0;
+};
+
+Table block_table(const KvCache &cache, const Step &step) {
+    Table table;
+    std::map<int32_t, uint32_t> rows;
+    std::vector<uint32_t> n_pages;
+    for (uint32_t t = 0; t < step.n_tokens(); ++t) {
+        const auto [found, added] = rows.try_emplace(step.sequences[t], static_cast<uint32_t>(rows.size()));
+        if (added)
+            n_pages.push_back(0);
+        n_pages[found->second] = std::max(n_pages[found->second], step.end_page(t));
+        table.row_of_token.push_back(found->second);
+    }
+    table.stride = *std::max_element(n_pages.begin(), n_pages.end());
+    table.pages.resize(rows.size() * table.stride);
+    for (const auto &[sequence, row] : rows) {
+        for (uint32_t page = 0; page < n_pages[row]; ++page)
+            table.pages[row * table.stride + page] = cache.page_of(sequence, page * PI_PAGE);
+    }
+    return table;
+}
+
+std::vector<uint32_t> attention_tiles(const Step &step) {
+    std::vector<uint32_t> tiles;
+    for (uint32_t begin = 0, end = 0; begin < step.n_tokens(); begin = end) {
+        while (end < step.n_tokens() && end - begin < tile_tokens &&
+               step.sequences[end] == step.sequences[begin])
+            ++end;
+        tiles.insert(tiles.end(), {begin, end});
+    }
+    return tiles;
+}
+
+void upload_tree(GpuStream &stream, const Step &step) {
+    const std::vector<uint64_t> tree = step.slot_tree();
+    stream.step.tree = nullptr;
+    stream.step.tree_words = 0;
+    if (tree.empty())
+        return;
+    stream.device.call(&pi_gpu_api::upload, tree.data(), tree.size() * sizeof(uint64_t),
+                       stream.step_buffers.tree);
+    stream.step.tree = stream.step_buffers.tree;
+    stream.step.tree_words = static_cast<uint32_t>(tree.size() / step.n_tokens());
+}
+
+// The table's entry for a function of this backend.
+template <auto function>
+struct Entry;
+
+template <typename Result, typename... Args, Result (*function)(GpuStream &, Args...)>
+struct Entry<function> {
+    static Result call(Stream &stream, Args... args) {
+        return function(static_cast<GpuStream &>(stream), args...);
+    }
+};
+
+constexpr Ops gpu_ops = {
+    .name = "gpu",
+    .allocate = Entry<allocate>::call,
+    .release = Entry<release>::call,
+    .begin_step = Entry<gpu_begin_step>::call,
+    .upload = Entry<upload>::call,
+    .download = Entry<download>::call,
+    .gather = Entry<gather>::call,
+    .embed = Entry<embed>::call,
+    .rms_norm = Entry<rms_norm>::call,
+    .matmul = Entry<matmul>::call,
+    .add = Entry<add>::call,
+    .rope = Entry<rope>::call,
+    .store_kv = Entry<store_kv>::call,
+    .attend = Entry<attend>::call,
+    .ffn = Entry<gpu_ffn>::call,
+    .log_probabilities = Entry<log_probabilities>::call,
+    .synchronize = Entry<synchronize>::call,
+};
+
+} // namespace
+
+// One copy of all arrays, to the same place every time.
+void gpu_begin_step(GpuStream &stream, const KvCache &cache, const Step &step) {
+    const uint32_t n = step.n_tokens();
+    const Table table = block_table(cache, step);
+    const std::vector<uint32_t> tiles = attention_tiles(step);
+    std::vector<uint32_t> words;
+    uint32_t *base = stream.step_buffers.words;
+    const auto place = [&](const std::vector<uint32_t> &values) {
+        const uint32_t *at = base + words.size();
+        words.insert(words.end(), values.begin(), values.end());
+        return at;
+    };
+    std::vector<uint32_t> oldest(n), old_length(n);
+    uint32_t most_pages = 1;
+    for (uint32_t t = 0; t < n; ++t) {
+        oldest[t] = step.oldest_visible(t);
+        old_length[t] = step.old_length(t);
+        most_pages = std::max(most_pages, step.end_page(t) - step.first_page(t));
+    }
+    stream.counts = nullptr;
+    stream.step = {};
+    stream.step.n_tokens = n;
+    stream.step.table_stride = table.stride;
+    stream.step.most_pages = most_pages;
+    stream.step.sequence = place(table.row_of_token);
+    stream.step.slot = place(step.slots);
+    stream.step.oldest = place(oldest);
+    stream.step.old_length = place(old_length);
+    stream.tiles = place(tiles);
+    stream.n_tiles = static_cast<uint32_t>(tiles.size() / 2);
+    stream.step.table = place(table.pages);
+    if (words.size() > stream.step_buffers.capacity)
+        throw Error(PI_FAILURE, "a step is larger than its place on the device");
+    stream.device.call(&pi_gpu_api::upload, words.data(), words.size() * sizeof(uint32_t), base);
+    upload_tree(stream, step);
+}
+
+Backend open_gpu_backend(const pi_model &model, const Plan &plan, const GpuPlacement &placement) {
+    auto stream = std::make_unique<GpuStream>(model, plan, placement);
+    const char *name = stream->name.c_str();
+    return {&gpu_ops, std::move(stream), name};
+}
+
+std::unique_ptr<KvHome> make_gpu_pages(Stream &stream, const KvShape &shape,
+                                       const std::vector<uint8_t> &layers) {
+    auto &gpu = static_cast<GpuStream &>(stream);
+    auto pages = std::make_unique<GpuPages>(gpu.device, shape, layers);
+    gpu.pages = pages.get();
+    return pages;
+}
+
+void describe_gpu(const Side &gpu, pi_stats &stats) {
+    const pi_gpu_info info = static_cast<const GpuStream &>(gpu.stream).device.info();
+    stats.device = gpu.backend.isa;
+    stats.device_context_bytes = info.context_bytes;
+    stats.device_bytes = info.context_bytes + info.mapped_bytes;
+    stats.scratch_bytes += gpu.buffers.n_bytes();
+}
+
+} // namespace pi

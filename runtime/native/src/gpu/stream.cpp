@@ -1,0 +1,158 @@
+// stream.cpp: weights and buffers on the device.
+#include "stream.h"
+
+#include <algorithm>
+
+namespace pi {
+
+namespace {
+
+constexpr uint64_t tile_bytes = 32u << 20; // what the device library dequantises, or takes apart, at a time
+
+// The scratch that steps of up to n tokens need; runtime/plan/gpu.py counts the same.
+void reserve_scratch(const GpuDevice &device, const ModelConfig &config, uint64_t n) {
+    const auto processors = static_cast<uint64_t>(device.info().n_processors);
+    const uint64_t attention = (n * config.n_heads + 4 * processors) * (config.head_dim + 2);
+    const uint64_t sums = (2 * processors + config.n_embd / 1024 + 1) * 1024;
+    const uint64_t longest = std::max({config.n_ff, config.n_embd, config.n_embd_q()}) + uint64_t{32};
+    device.call(&pi_gpu_api::reserve, std::max(attention, sums) * sizeof(float),
+                n * (2 * longest + sizeof(float)), tile_bytes + uint64_t{64} * longest);
+}
+
+} // namespace
+
+GpuStream::GpuStream(const pi_model &model, const Plan &plan, const GpuPlacement &placement)
+    : device(0, plan.vram_budget_bytes), name(device.info().name), max_tokens(plan.max_batch_tokens) {
+    const ModelConfig &config = model.config;
+    const bool predictors = plan.ffn_mode(1) == PI_FFN_PREDICTED;
+    reserve_scratch(device, config, max_tokens);
+    for (uint32_t layer = 0; layer < config.n_layers; ++layer) {
+        if (placement.layers[layer] != 0)
+            put_layer(model.weights.layers[layer], config, predictors);
+    }
+    if (placement.embedding)
+        put(model.weights.embedding);
+    if (placement.head) {
+        put(model.weights.head);
+        put(model.weights.output_norm, config.n_embd);
+    }
+    make_buffers(config, model, plan);
+    device.call(&pi_gpu_api::synchronize); // failures of the uploads belong here
+}
+
+void GpuStream::put_layer(const LayerWeights &layer, const ModelConfig &config, bool predictors) {
+    for (const Matrix *matrix : {&layer.q, &layer.k, &layer.v, &layer.attn_output, &layer.gate, &layer.up,
+                                 config.sparse_layout ? &layer.down_t : &layer.down})
+        put(*matrix);
+    if (predictors) {
+        put(layer.predictor_fc1);
+        put(layer.predictor_fc2);
+    }
+    put(layer.attn_norm, config.n_embd);
+    put(layer.ffn_norm, config.n_embd);
+    put(layer.q_bias, config.n_embd_q());
+    put(layer.k_bias, config.n_embd_kv());
+    put(layer.v_bias, config.n_embd_kv());
+    put(layer.attn_output_bias, config.n_embd);
+}
+
+void GpuStream::put(const float *values, uint64_t n) {
+    if (values != nullptr && !vectors_.contains(values))
+        vectors_[values] = device.copy_of(values, n);
+}
+
+void GpuStream::put(const Matrix &matrix) {
+    const pi_rows host = matrix.rows();
+    const auto *key = static_cast<const uint8_t *>(host.base);
+    if (matrices_.contains(key))
+        return; // a tied head
+    pi_gpu_rows rows{};
+    rows.kernel_type = static_cast<uint32_t>(matrix.type->kernel_index);
+    rows.n_cols = static_cast<uint32_t>(matrix.n_cols);
+    rows.n_rows = static_cast<uint32_t>(matrix.n_rows);
+    rows.row_stride = device.api().row_stride(rows.kernel_type, rows.n_cols);
+    if (rows.row_stride == 0)
+        throw Error(PI_FAILURE,
+                    "the device has no kernels for rows of " + std::to_string(matrix.n_cols) +
+                        " elements of " + matrix.type->name,
+                    "use --vram-budget 0");
+    rows.data = device.allocate<uint8_t>(rows.row_stride * rows.n_rows);
+    device.call(&pi_gpu_api::upload_rows, host.base, matrix.row_bytes, &rows);
+    matrices_[key] = rows;
+}
+
+pi_gpu_rows GpuStream::rows(const Matrix &matrix, uint64_t begin, uint64_t end) const {
+    const auto found = matrices_.find(static_cast<const uint8_t *>(matrix.rows().base));
+    if (found == matrices_.end())
+        throw Error(PI_FAILURE, "a matrix is not on the device");
+    pi_gpu_rows rows = found->second;
+    rows.data = static_cast<const uint8_t *>(rows.data) + begin * rows.row_stride;
+    rows.n_rows = static_cast<uint32_t>(end - begin);
+    return rows;
+}
+
+const uint32_t *GpuStream::indices(const void *host, uint32_t n) {
+    device.call(&pi_gpu_api::upload, host, n * sizeof(uint32_t), static_cast<void *>(index_buffer));
+    return index_buffer;
+}
+
+void GpuStream::make_buffers(const ModelConfig &config, const pi_model &model, const Plan &plan) {
+    const uint64_t n = max_tokens, n_ff = config.n_ff;
+    ffn.gate = device.allocate<float>(n * n_ff);
+    ffn.up = device.allocate<float>(n * n_ff);
+    uint64_t rank = 0;
+    for (const LayerWeights &layer : model.weights.layers)
+        rank = std::max(rank, layer.predictor_fc1.n_rows);
+    ffn.hidden = device.allocate<float>(rank);
+    ffn.logits = device.allocate<float>(n_ff);
+    ffn.coef = device.allocate<float>(n_ff);
+    ffn.candidates = {device.allocate<int32_t>(n_ff), nullptr, device.allocate<uint32_t>(1)};
+    ffn.fired = {device.allocate<int32_t>(n_ff), device.allocate<float>(n_ff), device.allocate<uint32_t>(1)};
+    ffn.words = device.allocate<uint64_t>(n * ((n_ff + 63) / 64));
+    ffn.counts = device.allocate<uint64_t>(2);
+    device.call(&pi_gpu_api::zero, static_cast<void *>(ffn.counts), uint64_t{2} * sizeof(uint64_t));
+    row_results = device.allocate<float>(n);
+    index_buffer = device.allocate<uint32_t>(n);
+    const uint64_t pages_each = (plan.n_context + PI_PAGE - 1) / PI_PAGE;
+    const uint64_t sequences = std::min<uint64_t>(n, plan.n_sequences);
+    step_buffers.capacity = 4 * n + 2 * n + sequences * pages_each;
+    step_buffers.words = device.allocate<uint32_t>(step_buffers.capacity);
+    step_buffers.tree_capacity = n * ((n + 63) / 64);
+    step_buffers.tree = device.allocate<uint64_t>(step_buffers.tree_capacity);
+}
+
+GpuPages::GpuPages(const GpuDevice &device, const KvShape &shape, const std::vector<uint8_t> &layers)
+    : device_(device), page_bytes_(shape.layer_page_bytes()), layers_(shape.n_layers) {
+    for (uint32_t layer = 0; layer < shape.n_layers; ++layer) {
+        if (layers[layer] != 0)
+            layers_[layer] = device.allocate<uint8_t>(page_bytes_ * shape.n_pages);
+    }
+}
+
+void GpuPages::clear(uint32_t page) {
+    for (uint8_t *layer : layers_) {
+        if (layer != nullptr)
+            device_.call(&pi_gpu_api::zero, static_cast<void *>(at(layer, page)), page_bytes_);
+    }
+}
+
+void GpuPages::copy(uint32_t from, uint32_t to) {
+    for (uint8_t *layer : layers_) {
+        if (layer != nullptr)
+            device_.call(&pi_gpu_api::copy, static_cast<const void *>(at(layer, from)), page_bytes_,
+                         static_cast<void *>(at(layer, to)));
+    }
+}
+
+void GpuPages::read(uint32_t layer, uint32_t page, uint8_t *out) const {
+    device_.call(&pi_gpu_api::download, static_cast<const void *>(at(layers_[layer], page)), page_bytes_,
+                 static_cast<void *>(out));
+    device_.call(&pi_gpu_api::synchronize);
+}
+
+void GpuPages::write(uint32_t layer, uint32_t page, const uint8_t *data) {
+    device_.call(&pi_gpu_api::upload, static_cast<const void *>(data), page_bytes_,
+                 static_cast<void *>(at(layers_[layer], page)));
+}
+
+} // namespace pi

@@ -1,0 +1,86 @@
+// stream.h: the GPU backend: an open device with the weights and KV pages of the layers that a plan puts
+// there. Operations are queued; synchronize() waits for them.
+#pragma once
+
+#include "backend.h"
+#include "library.h"
+
+#include <map>
+
+namespace pi {
+
+// KV pages of the device's layers.
+class GpuPages final : public KvHome {
+  public:
+    GpuPages(const GpuDevice &device, const KvShape &shape, const std::vector<uint8_t> &layers);
+
+    void clear(uint32_t page) override;
+    void copy(uint32_t from, uint32_t to) override;
+    void read(uint32_t layer, uint32_t page, uint8_t *out) const override;
+    void write(uint32_t layer, uint32_t page, const uint8_t *data) override;
+    uint8_t *layer(uint32_t layer) const { return layers_[layer]; }
+
+  private:
+    uint8_t *at(uint8_t *layer, uint32_t page) const { return layer + page * page_bytes_; }
+
+    const GpuDevice &device_;
+    uint64_t page_bytes_;
+    std::vector<uint8_t *> layers_; // [n_layers] null: elsewhere
+};
+
+// What an FFN needs beside its weights, for max_tokens tokens.
+struct GpuFfnBuffers {
+    float *gate, *up; // [max_tokens, n_ff]
+    float *hidden;    // [rank] of the predictor
+    float *logits;    // [n_ff]
+    float *coef;      // [n_ff]
+    pi_gpu_list candidates, fired;
+    uint64_t *words;  // [max_tokens, words] neurons that fired
+    uint64_t *counts; // [2] guessed, active
+};
+
+// A step's description on the device: one block of 32-bit words, at fixed places.
+struct GpuStepBuffers {
+    uint32_t *words;
+    uint64_t capacity;
+    uint64_t *tree;
+    uint64_t tree_capacity;
+};
+
+struct GpuStream final : Stream {
+    GpuStream(const pi_model &model, const Plan &plan, const GpuPlacement &placement);
+
+    pi_gpu_rows rows(const Matrix &matrix, uint64_t begin, uint64_t end) const;
+    pi_gpu_rows rows(const Matrix &matrix) const { return rows(matrix, 0, matrix.n_rows); }
+    const float *vector(const float *host) const { return host == nullptr ? nullptr : vectors_.at(host); }
+    // Copies small host arrays to the device's place for them.
+    const uint32_t *indices(const void *host, uint32_t n);
+
+    GpuDevice device;
+    std::string name;
+    GpuPages *pages = nullptr; // the cache's
+    GpuFfnBuffers ffn{};
+    GpuStepBuffers step_buffers{};
+    pi_gpu_step step{};
+    const uint32_t *tiles = nullptr;
+    uint32_t n_tiles = 0;
+    float *row_results = nullptr; // [max_tokens]
+    uint32_t *index_buffer = nullptr;
+    FfnCounts *counts = nullptr; // to be added to when the device is done
+    uint32_t max_tokens;
+
+  private:
+    void put(const Matrix &matrix);
+    void put(const float *values, uint64_t n);
+    void put_layer(const LayerWeights &layer, const ModelConfig &config, bool predictors);
+    void make_buffers(const ModelConfig &config, const pi_model &model, const Plan &plan);
+
+    std::map<const uint8_t *, pi_gpu_rows> matrices_; // by the file's bytes
+    std::map<const float *, const float *> vectors_;
+};
+
+// Describes the step to the device: tokens' places, block table, tiles for attention.
+void gpu_begin_step(GpuStream &stream, const KvCache &cache, const Step &step);
+void gpu_ffn(GpuStream &stream, const FfnArgs &args);
+
+} // namespace pi

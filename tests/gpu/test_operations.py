@@ -1,0 +1,186 @@
+"""Row-wise operations, lists of neurons, memory and failures of the device library, against numpy in float64."""
+
+from __future__ import annotations
+
+import ctypes as ct
+
+import numpy as np
+import pytest
+
+from gpu.device import Device, DeviceError, List, opened
+
+DOES_NOT_FIT = 3
+SILU, RELU = 0, 1
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(("n_rows", "n"), [(1, 4096), (3, 576), (70, 33)])
+def test_rms_norm(device: Device, n_rows: int, n: int) -> None:
+    x, gain = normal(n_rows, n) * 3, normal(n, seed=1)
+    out = device.poisoned((n_rows, n))
+    device.rms_norm(device.put(x), device.put(gain), n_rows, n, 1e-5, out)
+    x64 = x.astype(np.float64)
+    want = x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 1e-5) * gain
+    # Squares and their sum: relative error of the root about n / 512 / 2 + 6 units.
+    np.testing.assert_allclose(device.get(out, (n_rows, n)), want, rtol=2e-6, atol=0)
+
+
+def test_gather_and_add(device: Device) -> None:
+    x, y = normal(9, 100), normal(4, 100, seed=1)
+    index, out = np.array([8, 0, 3, 3], np.uint32), device.put(y)
+    rows = device.poisoned((4, 100))
+    device.gather(device.put(x), device.put(index), 4, 100, rows)
+    device.add(rows, 400, out)
+    np.testing.assert_array_equal(device.get(out, (4, 100)), x[index] + y)
+
+
+@pytest.mark.parametrize(("head_dim", "n_rot"), [(64, 64), (80, 32)])
+def test_rope(device: Device, head_dim: int, n_rot: int) -> None:
+    n_tokens, n_heads = 5, 3
+    x = normal(n_tokens, n_heads, head_dim)
+    angle = normal(n_tokens, n_rot // 2, seed=1) * 10
+    data = device.put(x)
+    device.rope(
+        *(data, n_tokens, n_heads, head_dim, n_rot),
+        *(device.put(np.cos(angle)), device.put(np.sin(angle))),
+    )
+    want = x.astype(np.float64)
+    a, b = x[..., 0:n_rot:2].astype(np.float64), x[..., 1:n_rot:2].astype(np.float64)
+    c, s = np.cos(angle)[:, None].astype(np.float64), np.sin(angle)[:, None].astype(np.float64)
+    want[..., 0:n_rot:2], want[..., 1:n_rot:2] = a * c - b * s, a * s + b * c
+    np.testing.assert_allclose(device.get(data, x.shape), want, rtol=0, atol=4e-7 * np.abs(x).max())
+
+
+@pytest.mark.parametrize("activation", [SILU, RELU])
+def test_gated(device: Device, activation: int) -> None:
+    n = 70_000
+    gate, up = normal(n) * 20, normal(n, seed=1)
+    data, counter = device.put(gate), device.put(np.array([5], np.uint64))
+    device.gated(activation, 0.25, device.put(up), n, data, counter)
+    g = gate.astype(np.float64)
+    act = g / (1 + np.exp(-g)) if activation == SILU else np.where(g > 0.25, g, 0)
+    np.testing.assert_allclose(device.get(data, n), act * up, rtol=3e-6, atol=1e-30)
+    fired = int((gate > 0.25).sum()) if activation == RELU else 0
+    assert device.get(counter, 1, np.uint64)[0] == 5 + fired
+
+
+def test_relu(device: Device) -> None:
+    x = normal(1000)
+    data = device.put(x)
+    device.relu(data, 1000)
+    np.testing.assert_array_equal(device.get(data, 1000), np.maximum(x, 0))
+
+
+@pytest.mark.parametrize("n_vocab", [33, 49_152])
+def test_log_probabilities_and_argmax(device: Device, n_vocab: int) -> None:
+    logits = normal(4, n_vocab) * 8
+    logits[1, [7, 30]] = 100  # the smaller index of equal ones
+    logits[3, -1] = 90
+    targets = np.array([3, 30, -1, n_vocab - 1], np.int32)
+    data, out, best = device.put(logits), device.poisoned(4), device.poisoned(4, np.int32)
+    device.log_probabilities(data, 4, n_vocab, device.put(targets), out)
+    device.argmax(data, 4, n_vocab, best)
+    x = logits.astype(np.float64)
+    log_sum = np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1)) + x.max(-1)
+    want = x[np.arange(4), targets] - log_sum
+    got = device.get(out, 4)
+    assert np.isnan(got[2])
+    np.testing.assert_allclose(got[[0, 1, 3]], want[[0, 1, 3]], rtol=2e-6, atol=1e-5)
+    np.testing.assert_array_equal(device.get(best, 4, np.int32), logits.argmax(-1))
+
+
+def new_list(device: Device, n: int) -> List:
+    return List(device.poisoned(n, np.int32), device.poisoned(n), device.poisoned(1, np.uint32))
+
+
+@pytest.mark.parametrize("n", [1, 31, 1024, 11_008])
+@pytest.mark.parametrize("threshold", [-np.inf, 0.7, np.inf])
+def test_lists_of_neurons(device: Device, n: int, threshold: float) -> None:
+    x = normal(n, seed=n)
+    x[n // 2] = 0.7
+    found, total = new_list(device, n), device.put(np.array([2], np.uint64))
+    device.compact(device.put(x), n, None, threshold, 1, ct.byref(found), total)
+    (want,) = np.nonzero(x >= np.float32(threshold))
+    length = int(device.get(found.length, 1, np.uint32)[0])
+    assert length == len(want)
+    assert device.get(total, 1, np.uint64)[0] == 2 + length
+    np.testing.assert_array_equal(device.get(found.index, n, np.int32)[:length], want)
+    np.testing.assert_array_equal(device.get(found.value, n)[:length], x[want])
+
+    # Of that list, those whose second value is above 0; then the record of the ones with a coefficient.
+    second = normal(n, seed=n + 1)
+    fewer = new_list(device, n)
+    device.compact(device.put(second), n, ct.byref(found), 0.0, 0, ct.byref(fewer), None)
+    kept = want[second[: len(want)] > 0]
+    assert device.get(fewer.length, 1, np.uint32)[0] == len(kept)
+    np.testing.assert_array_equal(device.get(fewer.index, n, np.int32)[: len(kept)], kept)
+    coef = normal(n, seed=n + 2)
+    coef[::3] = 0
+    words = device.put(np.zeros((n + 63) // 64, np.uint64))
+    device.record(ct.byref(fewer), n, device.put(coef), words)
+    bits = np.zeros((n + 63) // 64 * 64, bool)
+    bits[kept[coef[: len(kept)] != 0]] = True
+    got = np.unpackbits(
+        device.get(words, (n + 63) // 64, np.uint64).view(np.uint8), bitorder="little"
+    )
+    np.testing.assert_array_equal(got.astype(bool), bits)
+
+
+def test_copies_of_any_size_arrive_whole(device: Device) -> None:
+    for n in (1, 4097, 40 << 20):  # the last one takes the staging buffers more than once
+        data = np.random.default_rng(n).integers(0, 256, n, np.uint8)
+        there = device.put(data)
+        again = device.empty(n)
+        device.copy(there, n, again)
+        np.testing.assert_array_equal(device.get(again, n, np.uint8), data)
+    device.zero(again, n)
+    assert not device.get(again, n, np.uint8).any()
+
+
+def test_host_memory_may_change_after_an_upload(device: Device) -> None:
+    sent, data = np.arange(5000, dtype=np.float32), device.empty(20_000)
+    copy = sent.copy()
+    for _ in range(5):
+        device.upload(copy.ctypes.data, copy.nbytes, data)
+        copy[:] = -1
+        np.testing.assert_array_equal(device.get(data, 5000), sent)
+        copy[:] = sent
+
+
+def test_a_budget_is_a_ceiling(device_name: str) -> None:
+    with opened(device_name) as device:
+        context = device.info_now().context_bytes
+        assert 64 << 20 <= context <= 2 << 30
+    room = 64 << 20
+    with opened(device_name, context + room) as device:
+        kept = [device.empty(8 << 20) for _ in range(4)]
+        with pytest.raises(DeviceError) as failure:
+            device.empty(room)
+        assert failure.value.status == DOES_NOT_FIT
+        assert device.info_now().mapped_bytes <= room
+        for data in kept:
+            device.release(data)
+        device.arrays.clear()
+        assert device.info_now().mapped_bytes == 0, "memory was kept"
+        assert device.empty(room - (4 << 20))
+
+
+def test_freed_memory_is_used_again(device_name: str) -> None:
+    with opened(device_name) as device:
+        first = [device.empty(3 << 20) for _ in range(6)]
+        mapped = device.info_now().mapped_bytes
+        for data in first[1:4]:
+            device.release(data)
+            device.arrays.remove(data)
+        device.empty(9 << 20)
+        assert device.info_now().mapped_bytes <= mapped
+
+
+def test_a_budget_below_the_context_is_refused(device_name: str) -> None:
+    failing = pytest.raises(DeviceError, match="context alone takes")
+    with failing as failure, opened(device_name, 1 << 20):
+        pass
+    assert failure.value.status == DOES_NOT_FIT
