@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.settings import setting
-from powerinfer_toolkit.training.sources import DataSource, check_sources
+from powerinfer_toolkit.training.sources import DataSource, check_seed, check_sources
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -47,6 +47,7 @@ class ProfileSettings:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", hint="give 1 or more")
         check_sources(self.dataset_mixture, self.eval_mixture)
+        check_seed(self.seed)
         if self.max_tokens is not None and self.max_tokens < self.max_length:
             raise UsageError(
                 f"max_tokens {self.max_tokens} is less than a block of {self.max_length}"

@@ -11,6 +11,7 @@ from typing import Any
 from powerinfer_toolkit.artifact import writing
 from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.settings import setting
+from powerinfer_toolkit.training.sources import check_seed
 
 SYLLABLES = ("ba", "du", "fe", "go", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu", "ve", "wi")
 END_OF_TEXT = "<|endoftext|>"
@@ -33,6 +34,7 @@ class SyntheticSettings:
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "documents"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", hint="give 1 or more")
+        check_seed(self.seed)
         if self.hidden_size % (2 * N_HEADS):  # RoPE turns pairs within a head
             raise UsageError(
                 f"hidden_size is {self.hidden_size}", hint=f"give a multiple of {2 * N_HEADS}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.settings import setting
-from powerinfer_toolkit.training.sources import DataSource, check_sources
+from powerinfer_toolkit.training.sources import DataSource, check_seed, check_sources
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRADIENT, CONTRIBUTION, UNIFORM = LOSSES = ("gradient", "contribution", "uniform")
@@ -83,6 +83,7 @@ class PredictorSettings:
             if wrong and name not in _MAY_BE_ZERO and not isinstance(value, bool):
                 raise UsageError(f"{name} is {wrong[0]}", hint="give a number above 0")
         check_sources(self.dataset_mixture, self.eval_mixture)
+        check_seed(self.seed)
         for name in ("predictor_rank", "target_perplexity_loss"):
             if not getattr(self, name):
                 raise UsageError(f"{name} is empty", hint="give at least one")

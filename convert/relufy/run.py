@@ -21,7 +21,7 @@ from powerinfer_toolkit.convert.relufy.settings import RelufySettings, Variant
 from powerinfer_toolkit.convert.relufy.sparsity import SparsityProbe
 from powerinfer_toolkit.convert.relufy.steering import steering_for
 from powerinfer_toolkit.convert.relufy.trainer import RelufyTrainer, training_arguments
-from powerinfer_toolkit.errors import PiError
+from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.training import blocks
 from powerinfer_toolkit.training.blocks import Blocks, Split, TextEncoder, TokenStore
 
@@ -164,7 +164,10 @@ def _trainer(
         if teacher is not None:
             _compile_layers(teacher.model)
     n_steps = data.train.n_steps
-    arguments = training_arguments(settings, n_steps, bf16=bf16)
+    try:
+        arguments = training_arguments(settings, n_steps, bf16=bf16)
+    except (ValueError, TypeError) as failure:
+        raise UsageError(f"transformers refuses these settings: {failure}") from failure
     steering = steering_for(settings, n_steps)
     trainer = RelufyTrainer(
         model,

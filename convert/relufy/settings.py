@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.settings import setting
-from powerinfer_toolkit.training.sources import DataSource, check_sources
+from powerinfer_toolkit.training.sources import DataSource, check_seed, check_sources
 
 
 class Variant(StrEnum):
@@ -145,13 +145,18 @@ def check(settings: RelufySettings) -> None:
 
 def _check_ranges(settings: RelufySettings) -> None:
     not_negative = ("ce_weight", "kl_weight", "perplexity_allowance", "weight_decay")
-    for key in (*not_negative, "warmup_ratio", "sparsity_concavity"):
+    steps = ("eval_steps", "save_steps")
+    for key in (*not_negative, *steps, "warmup_ratio", "sparsity_concavity", "learning_rate"):
         if getattr(settings, key) < 0:
             raise UsageError(f"{key} is {getattr(settings, key)}, below 0")
     positive = ("max_length", "per_device_train_batch_size", "gradient_accumulation_steps")
     for key in (*positive, "eval_blocks", "loss_chunk_mib", "logging_steps", "distill_temperature"):
         if getattr(settings, key) <= 0:
             raise UsageError(f"{key} is {getattr(settings, key)}, not above 0")
+    for key in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(settings, key) < 1:
+            raise UsageError(f"{key} is {getattr(settings, key)}, not from 0 to below 1")
+    check_seed(settings.seed)
     if settings.ce_weight + settings.kl_weight == 0:
         raise UsageError("ce_weight and kl_weight are both 0", hint="nothing would be learnt")
     if not 0 < settings.held_out_share < 1:

@@ -17,7 +17,9 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainingArguments,
+    get_scheduler,
 )
+from transformers.integrations import get_reporting_integration_callbacks
 
 from powerinfer_toolkit import artifact, console
 from powerinfer_toolkit.convert.relufy import checkpoints, mixture
@@ -69,7 +71,21 @@ def training_arguments(settings: RelufySettings, n_steps: int, *, bf16: bool) ->
     if arguments.n_gpu > 1:  # the Trainer would split batches over threads, without accelerate
         console.info(f"using one of {arguments.n_gpu} GPUs; `accelerate launch` uses all")
         arguments._n_gpu = 1
+    _check_names(arguments)
     return arguments
+
+
+def _check_names(arguments: TrainingArguments) -> None:
+    """Let transformers refuse trackers and schedules that it does not have (ValueError, TypeError)."""
+    get_reporting_integration_callbacks(arguments.report_to)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    get_scheduler(
+        arguments.lr_scheduler_type,
+        optimizer,
+        int(arguments.warmup_steps),
+        arguments.max_steps,
+        arguments.lr_scheduler_kwargs,
+    )
 
 
 class RelufyTrainer(Trainer):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.settings import setting
-from powerinfer_toolkit.training.sources import DataSource, check_sources
+from powerinfer_toolkit.training.sources import DataSource, check_seed, check_sources
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATION_TYPES = ("q8_0", "f32")
@@ -62,6 +62,7 @@ class VerifySettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"{name} is {value}", hint="give a number above 0")
+        check_seed(self.seed)
         if self.max_length < 2:
             raise UsageError("windows of one token hold nothing to predict")
         sources = [*self.dataset_mixture, *self.eval_mixture]

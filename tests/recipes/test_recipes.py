@@ -141,6 +141,8 @@ def test_flags_go_before_the_file(run):
         (["smoke", "--verify.max_kl", "nan"], "flags: verify: max_kl is 'nan', not number"),
         (["smoke", "--relufy.dataset_mixture", "[a"], "--relufy.dataset_mixture: '[a' is not YAML"),
         (["smoke", "--synthetic.documents", "0"], "synthetic: documents is 0"),
+        (["smoke", "--verify.seed", "-1"], "verify: seed is -1"),
+        (["smoke", "--train_predictor.seed", "4294967296"], "train_predictor: seed is 4294967296"),
         (["smoke", "--synthetic.hidden_size", "63"], "synthetic: hidden_size is 63"),
         (["smoke", "--convert.outlier_ratio", "-1"], "convert: outlier_ratio is -1.0"),
     ],

@@ -190,6 +190,12 @@ def test_not_a_number_names_step_and_layer(tmp_path, capsys):
         ({}, ["--model_name_or_path", "/nowhere"], 1, "/nowhere"),
         ({}, ["--separator_token", "<none>"], 1, "'<none>' is no token"),
         ({}, ["--held_out_share", "1e-9"], 1, "is held out for test"),
+        ({}, ["--seed", "-1"], 2, "seed is -1"),
+        ({}, ["--learning_rate", "-1"], 2, "learning_rate is -1.0, below 0"),
+        ({}, ["--adam_beta2", "1"], 2, "adam_beta2 is 1.0"),
+        ({}, ["--lr_scheduler_type", "foo"], 2, "foo is not a valid SchedulerType"),
+        ({}, ["--lr_scheduler_kwargs", "{foo: 1}"], 2, "unexpected keyword argument 'foo'"),
+        ({}, ["--report_to", "foo"], 2, "foo is not supported"),
     ],
 )
 def test_faulty_settings(tmp_path, capsys, changes, flags, code, message):

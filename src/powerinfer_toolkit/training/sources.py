@@ -29,6 +29,12 @@ class DataSource:
         return self.path or self.id
 
 
+def check_seed(seed: int) -> None:
+    """Refuse a seed that numpy's or torch's generators do not take. Raises UsageError."""
+    if not 0 <= seed < 2**32:
+        raise UsageError(f"seed is {seed}", hint="give 0 to 2^32 - 1")
+
+
 def check_sources(
     dataset_mixture: Sequence[DataSource], eval_mixture: Sequence[DataSource]
 ) -> None:
