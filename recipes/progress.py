@@ -53,7 +53,8 @@ class Progress:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             manifest = Manifest.from_json(json.dumps(content["manifest"]), where=path)
-            return Record(manifest, content["outputs"])
+            outputs = content["outputs"]
+            return Record(manifest, None if outputs is None else dict(outputs))
         except (ValueError, KeyError, TypeError) as failure:
             raise PiError(f"{path} is damaged", hint=f"--restart {stage}") from failure
 

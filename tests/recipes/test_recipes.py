@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -9,9 +10,11 @@ import pytest
 import yaml
 
 from powerinfer_toolkit import settings as schema
-from powerinfer_toolkit.errors import ExitCode, UsageError
+from powerinfer_toolkit.artifact import Manifest
+from powerinfer_toolkit.errors import ExitCode, PiError, UsageError
 from powerinfer_toolkit.recipes import catalog, checks, cli
 from powerinfer_toolkit.recipes import recipe as recipes
+from powerinfer_toolkit.recipes.progress import Progress
 
 NAMES = sorted(catalog.shipped())
 WITHOUT_TORCH = """
@@ -226,6 +229,18 @@ def test_a_run_says_where_its_checkpoint_lies(run, tmp_path):
     code, _, said = run(*words)
     assert code == ExitCode.USAGE
     assert "--relufy.output_dir is for pi-relufy" in said
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"manifest": 3, "outputs": 4}', None])
+def test_a_damaged_record_names_the_way_out(text, tmp_path):
+    made = Manifest("recipe_stage", {}, {})
+    progress = Progress(tmp_path)
+    progress.open()
+    progress.begin("profile", made)
+    path = tmp_path / "stages" / "profile.json"
+    path.write_text(text or json.dumps(json.loads(path.read_text()) | {"outputs": [1]}))
+    with pytest.raises(PiError, match="damaged"):
+        progress.begin("profile", made)
 
 
 def test_names_of_the_command_are_those_of_the_stages():
