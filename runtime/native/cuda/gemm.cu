@@ -32,51 +32,37 @@ __global__ void to_halves_kernel(const float *x, uint32_t n, uint32_t n_k, __hal
         scale[blockIdx.x] = ldexpf(1.0f, exponent);
 }
 
-// Two 16-byte pieces a thread of a stage's tile: x or w [rows, k] from `first`, zeros outside.
+// Two 16-byte pieces a thread of a stage's tile, whose rows have `per_row` pieces: x and w [rows, k] 4, w [k,
+// n] 16.
 struct Pieces {
     uint4 piece[2];
 };
 
-__device__ __forceinline__ Pieces load_rows(const __half *from, uint32_t stride, uint32_t first,
-                                            uint32_t n_rows, uint32_t k, uint32_t n_k) {
+constexpr int along_inputs = depth / 8;
+constexpr int along_outputs = tile / 8;
+
+// The tile at (row, column) of a matrix [n_rows, n_columns], zeros outside.
+template <int per_row>
+__device__ __forceinline__ Pieces load_pieces(const __half *from, uint32_t stride, uint32_t first_row,
+                                              uint32_t n_rows, uint32_t first_column, uint32_t n_columns) {
     Pieces pieces;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const uint32_t at = threadIdx.x + i * n_threads, row = first + at / 4, column = k + at % 4 * 8;
-        pieces.piece[i] = row < n_rows && column < n_k
+        const uint32_t at = threadIdx.x + i * n_threads;
+        const uint32_t row = first_row + at / per_row, column = first_column + at % per_row * 8;
+        pieces.piece[i] = row < n_rows && column < n_columns
                               ? *reinterpret_cast<const uint4 *>(from + uint64_t{stride} * row + column)
                               : uint4{0, 0, 0, 0};
     }
     return pieces;
 }
 
-__device__ __forceinline__ void store_rows(const Pieces &pieces, __half *stage) {
+template <int per_row>
+__device__ __forceinline__ void store_pieces(const Pieces &pieces, __half *stage, uint32_t stage_stride) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const uint32_t at = threadIdx.x + i * n_threads;
-        *reinterpret_cast<uint4 *>(stage + at / 4 * row_stride + at % 4 * 8) = pieces.piece[i];
-    }
-}
-
-// The same of w [k, n]: 32 rows of 128 columns.
-__device__ __forceinline__ Pieces load_columns(const __half *from, uint32_t stride, uint32_t first,
-                                               uint32_t n_out, uint32_t k, uint32_t n_k) {
-    Pieces pieces;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t at = threadIdx.x + i * n_threads, row = k + at / 16, column = first + at % 16 * 8;
-        pieces.piece[i] = row < n_k && column < n_out
-                              ? *reinterpret_cast<const uint4 *>(from + uint64_t{stride} * row + column)
-                              : uint4{0, 0, 0, 0};
-    }
-    return pieces;
-}
-
-__device__ __forceinline__ void store_columns(const Pieces &pieces, __half *stage) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t at = threadIdx.x + i * n_threads;
-        *reinterpret_cast<uint4 *>(stage + at / 16 * column_stride + at % 16 * 8) = pieces.piece[i];
+        *reinterpret_cast<uint4 *>(stage + at / per_row * stage_stride + at % per_row * 8) = pieces.piece[i];
     }
 }
 
@@ -141,23 +127,31 @@ __global__ void __launch_bounds__(n_threads) gemm_kernel(const __grid_constant__
     const int warp = threadIdx.x / warp_size, warp_token = warp / 4 * 64, warp_out = warp % 4 * 32;
     const __half *x = work.x.data + work.k_begin;
     const auto load_w = [&](uint32_t k) {
-        return transposed ? load_columns(work.w, work.w_stride, first_out, work.n_out, k, work.n_k)
-                          : load_rows(work.w, work.w_stride, first_out, work.n_out, k, work.n_k);
+        if constexpr (transposed)
+            return load_pieces<along_outputs>(work.w, work.w_stride, k, work.n_k, first_out, work.n_out);
+        else
+            return load_pieces<along_inputs>(work.w, work.w_stride, first_out, work.n_out, k, work.n_k);
+    };
+    const auto load_x = [&](uint32_t k) {
+        return load_pieces<along_inputs>(x, work.x.n_k, first_token, work.x.n_tokens, k, work.n_k);
     };
     const auto store = [&](const Pieces &px, const Pieces &pw, int stage) {
-        store_rows(px, reinterpret_cast<__half *>(memory[stage][0]));
+        store_pieces<along_inputs>(px, reinterpret_cast<__half *>(memory[stage][0]), row_stride);
         auto *to = reinterpret_cast<__half *>(memory[stage][1]);
-        transposed ? store_columns(pw, to) : store_rows(pw, to);
+        if constexpr (transposed)
+            store_pieces<along_outputs>(pw, to, column_stride);
+        else
+            store_pieces<along_inputs>(pw, to, row_stride);
     };
     float sum[4][4][4] = {};
-    store(load_rows(x, work.x.n_k, first_token, work.x.n_tokens, 0, work.n_k), load_w(0), 0);
+    store(load_x(0), load_w(0), 0);
     __syncthreads();
     int stage = 0;
     for (uint32_t k = 0; k < work.n_k; k += depth, stage ^= 1) {
         const bool more = k + depth < work.n_k;
         Pieces px, pw;
         if (more) {
-            px = load_rows(x, work.x.n_k, first_token, work.x.n_tokens, k + depth, work.n_k);
+            px = load_x(k + depth);
             pw = load_w(k + depth);
         }
         multiply_stage<transposed>(reinterpret_cast<const __half *>(memory[stage][0]),

@@ -110,13 +110,17 @@ struct Type<PI_KT_F32> {
     }
 };
 
-template <>
-struct Type<PI_KT_F16> {
+// Eight elements of 16 bits at once.
+struct SixteenBits {
     static constexpr int width = 8;
     using Packed = uint4;
     static __device__ __forceinline__ Packed load(const RowView &row, uint32_t i) {
         return read<uint4>(row.base + 16 * uint64_t{i});
     }
+};
+
+template <>
+struct Type<PI_KT_F16> : SixteenBits {
     static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
         const uint32_t words[4] = {p.x, p.y, p.z, p.w};
 #pragma unroll
@@ -128,12 +132,7 @@ struct Type<PI_KT_F16> {
 };
 
 template <>
-struct Type<PI_KT_BF16> {
-    static constexpr int width = 8;
-    using Packed = uint4;
-    static __device__ __forceinline__ Packed load(const RowView &row, uint32_t i) {
-        return read<uint4>(row.base + 16 * uint64_t{i});
-    }
+struct Type<PI_KT_BF16> : SixteenBits {
     static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
         const uint32_t words[4] = {p.x, p.y, p.z, p.w};
 #pragma unroll
