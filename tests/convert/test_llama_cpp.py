@@ -1,15 +1,13 @@
 """Every shape and rope kind that pi-convert writes as a dense file runs in llama.cpp (about 8 s)."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import parity.reference
 from parity.closeness import log_softmax, relative_l2
+from parity.llama_cpp_process import run_llama_cpp
 from parity.reference import Reference
 from powerinfer_toolkit.convert.conversion import prepare
 from powerinfer_toolkit.convert.outtypes import OutType
@@ -17,7 +15,6 @@ from powerinfer_toolkit.convert.settings import ConvertSettings
 
 pytest.importorskip("xllamacpp")
 
-PEER = Path(parity.reference.__file__).with_name("llama_cpp.py")
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -41,14 +38,7 @@ def next_logprobs(model: Path, prompts: list[list[int]]) -> list[tuple[list[int]
 
     It says nothing where the likeliest token is half a UTF-8 character.
     """
-    done = subprocess.run(
-        [sys.executable, str(PEER), str(model)],
-        input=json.dumps(prompts),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = run_llama_cpp(model, prompts)
     assert done.returncode == 0, done.stderr
     answers = [(p, a) for p, a in zip(prompts, json.loads(done.stdout), strict=True) if a]
     assert len(answers) >= 3

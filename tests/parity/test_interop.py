@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from parity.closeness import log_softmax
+from parity.llama_cpp_process import run_llama_cpp
 from parity.reference import Reference
 from parity.steps import random_tokens
 from parity.synthetic import Shape, dense_layout, random_weights, write_gguf
@@ -19,25 +18,13 @@ from powerinfer_toolkit.runtime import Model
 
 pytest.importorskip("xllamacpp")
 
-SCRIPT = Path(__file__).with_name("llama_cpp.py")
 SHAPE = Shape()
 PROMPTS = [random_tokens(SHAPE.n_vocab, n, seed=n) for n in range(3, 60, 4)]
 
 
-def run_llama_cpp(path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), str(path)],
-        input=json.dumps(PROMPTS),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
 def assert_next_tokens(path: Path, last_logits: list[np.ndarray], tolerance: float) -> None:
     """llama.cpp's log-probabilities after each prompt are those of `last_logits`."""
-    done = run_llama_cpp(path)
+    done = run_llama_cpp(path, PROMPTS)
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)
     answered = [i for i, logprobs in enumerate(answers) if logprobs is not None]
@@ -76,7 +63,7 @@ def test_converted_dense_files_run_in_llama_cpp(case, outtype, tolerance, tmp_pa
 @pytest.mark.parametrize("outtype", ["f32", "f16", "q4_0"])  # extended, upstream, upstream
 def test_llama_cpp_refuses_sparse_files(outtype, tmp_path):
     """It would run a ReLU model as SiLU: better not at all."""
-    done = run_llama_cpp(convert_tiny("relu_blocks", outtype, tmp_path))
+    done = run_llama_cpp(convert_tiny("relu_blocks", outtype, tmp_path), PROMPTS)
     assert done.returncode != 0
     assert done.stdout == ""
     assert "Failed to init server" in done.stderr

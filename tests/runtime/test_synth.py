@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 
 from parity.closeness import log_softmax
+from parity.llama_cpp_process import run_llama_cpp
 from powerinfer_toolkit.gguf_format import TensorType
 from powerinfer_toolkit.runtime.bench import main
 from powerinfer_toolkit.runtime.engine import Batch, FfnRule
@@ -24,7 +22,6 @@ from powerinfer_toolkit.runtime.synth.write import SynthSettings, write_synth
 from powerinfer_toolkit.statistics import coverage_curves
 from refusals import assert_refused, run_command
 
-PEER = str(Path(__file__).parents[1] / "parity" / "llama_cpp.py")
 N_TOKENS = 960  # of which 959 are counted
 N_LAYERS = 2
 
@@ -195,14 +192,7 @@ def test_llama_cpp_runs_the_twin(tmp_path):
     settings = SynthSettings("tiny", path, TensorType.F32, n_layers=N_LAYERS, dense_twin=True)
     write_synth(settings)
     prompts = np.random.default_rng(4).integers(300, 1024, (4, 12)).tolist()
-    done = subprocess.run(
-        [sys.executable, PEER, str(path)],
-        input=json.dumps(prompts),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = run_llama_cpp(path, prompts)
     assert done.returncode == 0, done.stderr
     with Model.load(path, context=32, activation_type="f32") as model:
         for prompt, answer in zip(prompts, json.loads(done.stdout), strict=True):
