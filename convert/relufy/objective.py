@@ -88,8 +88,10 @@ class TrainingForward:
         if self.probe is None:
             return parts
         reading = self.probe.read()
-        mean = reading.penalty.sum() / (reading.tokens * len(reading.penalty))
-        parts["loss"] = language.total + sparsity_weight * mean
+        # A weight of 0 costs no backward pass; a recorded step has its weight in a tensor.
+        if isinstance(sparsity_weight, Tensor) or sparsity_weight:
+            mean = reading.penalty.sum() / (reading.tokens * len(reading.penalty))
+            parts["loss"] = language.total + sparsity_weight * mean
         penalty = reading.penalty.detach() / reading.tokens
         active = reading.active.double() / (reading.tokens * reading.neurons)
         return {**parts, "penalty": penalty, "active": active}
