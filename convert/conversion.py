@@ -138,7 +138,7 @@ def prepare(settings: ConvertSettings) -> Conversion:
     tensors = output_tensors(layout)
     if importance is not None:
         _check_importance(importance, tensors)
-    manifest = _manifest(layout, statistics)
+    manifest = _manifest(layout, statistics, _outlier_ratio(settings))
     new = [pack(entry) for entry in output_keys(layout, statistics, manifest)]
     keys = merged(source.keys, layout, statistics, new)
     return Conversion(settings, layout, keys, tensors, statistics, manifest)
@@ -148,12 +148,16 @@ def _sink_layers(
     settings: ConvertSettings, source: Source, outtype: OutType | None, dialect: Dialect | None
 ) -> frozenset[int]:
     """Return whose ffn_down_t stays in 16 bits; weights are read only where that can be."""
-    ratio = OUTLIER_RATIO if settings.outlier_ratio is None else settings.outlier_ratio
+    ratio = _outlier_ratio(settings)
     if outtype is None or dialect is None or not ratio:
         return frozenset()
     if not any(is_packed(wanted) for wanted in recipe(outtype).types_of(Tensor.FFN_DOWN)):
         return frozenset()
     return sink_layers(source, ratio)
+
+
+def _outlier_ratio(settings: ConvertSettings) -> float:
+    return OUTLIER_RATIO if settings.outlier_ratio is None else settings.outlier_ratio
 
 
 def open_source(settings: ConvertSettings) -> Source:
@@ -230,7 +234,7 @@ def _check_importance(importance: ImportanceMatrix, tensors: list[OutputTensor])
     importance.check_names({tensor.name for tensor in tensors})
 
 
-def _manifest(layout: Layout, statistics: Statistics | None) -> Manifest:
+def _manifest(layout: Layout, statistics: Statistics | None, outlier_ratio: float) -> Manifest:
     origins = dict(layout.source.origins)
     if not layout.keeps_predictors:
         origins.pop(PREDICTORS, None)
@@ -240,13 +244,16 @@ def _manifest(layout: Layout, statistics: Statistics | None) -> Manifest:
         origins[ACTIVATIONS] = Origin(statistics.name, sha256=statistics.sha256)
     if layout.importance is not None:
         origins[IMPORTANCE] = Origin(layout.importance.name, sha256=layout.importance.sha256)
+    settings: dict[str, str | int | float | bool] = {
+        "outtype": str(layout.outtype or "kept"),
+        "dialect": str(layout.dialect or "dense"),
+        "neuron_order": str(layout.neurons.kind),
+    }
+    if layout.sink_layers:
+        settings["outlier_ratio"] = outlier_ratio
     return Manifest(
         kind="model",
         origins=origins,
-        settings={
-            "outtype": str(layout.outtype or "kept"),
-            "dialect": str(layout.dialect or "dense"),
-            "neuron_order": str(layout.neurons.kind),
-        },
+        settings=settings,
         history=layout.source.history,
     )

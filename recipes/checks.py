@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from powerinfer_toolkit.convert.dialect import UPSTREAM_TYPES
 from powerinfer_toolkit.convert.relufy import settings as relufy
 from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.recipes.recipe import OUTPUT_DIR, Recipe
@@ -23,7 +24,6 @@ NEEDS = {
 # Texts have to be split alike in all stages: else one trains on what another measures on.
 SPLIT_KEYS = ("eval_mixture", "held_out_share", "separator_token")
 LATER_STAGES = ("profile", "train_predictor", "verify")
-UPSTREAM_OUTTYPES = ("f16", "q4_0")  # whose sparse FFN upstream computes rightly
 
 
 def check(recipe: Recipe) -> None:
@@ -63,10 +63,11 @@ def _check_variant(found: dict[str, Any]) -> None:
         return
     if variant == relufy.Variant.FATRELU:
         raise UsageError("PowerInfer knows no threshold of fatrelu", hint="dialect: extended")
-    if convert.outtype not in UPSTREAM_OUTTYPES:
+    right = sorted(member.name.lower() for member in UPSTREAM_TYPES)
+    if convert.outtype not in right:
         raise UsageError(
             f"PowerInfer computes {convert.outtype} wrongly",
-            hint=f"outtype {' or '.join(UPSTREAM_OUTTYPES)}, or dialect: extended",
+            hint=f"outtype {' or '.join(right)}, or dialect: extended",
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import gguf
 import numpy as np
 import pytest
@@ -59,6 +61,13 @@ def test_the_ratio_can_be_set(types_of):
     assert types_of({1: 25}, outtype="q4_0", outlier_ratio=26.0)["blk.1.ffn_down_t"] == Q4_0
     types = types_of({1: 25}, outtype="q4_0", outlier_ratio=24.0)
     assert (types["blk.1.ffn_down_t"], types["blk.0.ffn_down_t"]) == (F16, Q4_0)
+
+
+@pytest.mark.parametrize(("ratio", "recorded"), [(24.0, 24.0), (26.0, None)])
+def test_the_manifest_says_what_decided(types_of, tmp_path, ratio, recorded):
+    types_of({1: 25}, outtype="q4_0", outlier_ratio=ratio)
+    field = gguf.GGUFReader(tmp_path / "out.gguf").get_field("powerinfer.manifest")
+    assert json.loads(field.contents())["settings"].get("outlier_ratio") == recorded
 
 
 def test_a_dense_model_is_as_asked(types_of):
