@@ -138,6 +138,8 @@ class Plan(_Sized):
         ("sparse_threshold", ct.c_float),
         ("isa", ct.c_char_p),
         ("vram_budget_bytes", ct.c_uint64),
+        ("predict_split_only", ct.c_uint32),
+        ("handover", ct.c_uint32),
     )
 
 

@@ -49,6 +49,15 @@ class FfnMode(IntEnum):
     PREDICTED = 2
 
 
+class HandOver(IntEnum):
+    """How the sides of a split layer wait for each other: PI_HANDOVER_*."""
+
+    AUTO = 0
+    SPIN = 1
+    WAIT_VALUE = 2
+    EVENT = 3
+
+
 @dataclass(frozen=True)
 class Unit:
     """One placed piece; `begin` and `end` delimit the neurons of NEURONS units and are 0 elsewhere."""
@@ -87,6 +96,8 @@ class Plan:
     ram_budget_bytes: int | None = None  # what the plan was held against; None: available memory
     vram_budget_bytes: int = 0  # ceiling of everything on the GPU; 0: none is used
     cpus: tuple[int, ...] | None = None  # logical processors of the threads; None: all there are
+    predict_split_only: bool = False  # predicted tiers hold for split layers, the others are exact
+    handover: HandOver = HandOver.AUTO
 
     @property
     def ffn_mode(self) -> FfnMode:
@@ -142,6 +153,8 @@ class Plan:
             sparse_threshold=math.nan if self.sparse_threshold is None else self.sparse_threshold,
             isa=self.isa.encode() if self.isa else None,
             vram_budget_bytes=self.vram_budget_bytes,
+            predict_split_only=self.predict_split_only,
+            handover=self.handover,
         )
 
 
@@ -171,5 +184,8 @@ def _parse(document: dict[str, Any]) -> dict[str, Any]:
     )
     types = {key: TensorType[document[key].upper()] for key in ("kv_type", "activation_type")}
     cpus = document.get("cpus")
-    places = {"cpus": None if cpus is None else tuple(cpus)}
-    return {**document, "units": units, "tiers": tiers, **types, **places}
+    others = {
+        "cpus": None if cpus is None else tuple(cpus),
+        "handover": HandOver[document.get("handover", "auto").upper()],
+    }
+    return {**document, "units": units, "tiers": tiers, **types, **others}

@@ -193,6 +193,8 @@ def test_damaged_plans_are_refused():
             "ram_budget_bytes",
             "vram_budget_bytes",
             "cpus",
+            "predict_split_only",
+            "handover",
         ):
             with pytest.raises(PiError, match="not a plan"):
                 Plan.from_json(json.dumps(damaged))

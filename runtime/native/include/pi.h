@@ -167,6 +167,10 @@ typedef struct pi_unit {
     uint32_t placement;
 } pi_unit;
 
+/* How the sides of a split layer wait for each other: as the device allows it; kernels that poll; the
+ * stream's own wait for a value; one launch after the other, where nothing on the device ever waits. */
+enum { PI_HANDOVER_AUTO = 0, PI_HANDOVER_SPIN = 1, PI_HANDOVER_WAIT_VALUE = 2, PI_HANDOVER_EVENT = 3 };
+
 /* Schedule of the steps with at most max_tokens new tokens (and more than the tier before). */
 typedef struct pi_tier {
     uint32_t max_tokens;
@@ -181,15 +185,17 @@ typedef struct pi_plan {
     uint32_t n_tiers;
     uint32_t n_threads;
     uint32_t max_batch_tokens;
-    uint32_t n_sequences;       /* sequence ids are 0 .. n_sequences - 1 */
-    uint32_t n_context;         /* most tokens in one sequence */
-    uint32_t n_kv_pages;        /* pages of 32 tokens, shared by all sequences */
-    uint32_t kv_type;           /* PI_TYPE_F32 or PI_TYPE_F16 */
-    uint32_t activation_type;   /* PI_TYPE_F32, or PI_TYPE_Q8_0: int8 blocks against quantised weights */
-    uint32_t predict_all;       /* 1: upstream's rule, every position of every step is masked */
-    float sparse_threshold;     /* NaN: the file's */
-    const char *isa;            /* NULL: as pi_isa_select(NULL) */
-    uint64_t vram_budget_bytes; /* ceiling of everything on the device, where units are placed there */
+    uint32_t n_sequences;        /* sequence ids are 0 .. n_sequences - 1 */
+    uint32_t n_context;          /* most tokens in one sequence */
+    uint32_t n_kv_pages;         /* pages of 32 tokens, shared by all sequences */
+    uint32_t kv_type;            /* PI_TYPE_F32 or PI_TYPE_F16 */
+    uint32_t activation_type;    /* PI_TYPE_F32, or PI_TYPE_Q8_0: int8 blocks against quantised weights */
+    uint32_t predict_all;        /* 1: upstream's rule, every position of every step is masked */
+    float sparse_threshold;      /* NaN: the file's */
+    const char *isa;             /* NULL: as pi_isa_select(NULL) */
+    uint64_t vram_budget_bytes;  /* ceiling of everything on the device, where units are placed there */
+    uint32_t predict_split_only; /* 1: predicted tiers hold for split layers, others are exact */
+    uint32_t handover;           /* PI_HANDOVER_* */
 } pi_plan;
 
 /* ---- engine -------------------------------------------------------------------------------------- */

@@ -49,13 +49,14 @@ pi::KvCache make_cache(const pi_model &model, const pi::Plan &plan, const pi::Gp
     const pi::KvShape shape = kv_shape(plan, model.config);
     if (gpu == nullptr)
         return pi::KvCache(shape);
-    return pi::KvCache(shape, pi::make_gpu_pages(gpu->stream, shape, placement.layers), placement.layers);
+    const std::vector<uint8_t> layers = placement.on_device();
+    return pi::KvCache(shape, pi::make_gpu_pages(gpu->stream, shape, layers), layers);
 }
 
 } // namespace
 
 pi_engine::pi_engine(const pi_model &model, const pi_plan &plan)
-    : model_(model), plan_(pi::check_plan(plan, model.config)),
+    : model_(model), plan_(pi::check_plan(plan, model.config, model.weights)),
       placement_(pi::gpu_placement(plan_, model.config)), gpu_(open_gpu(model, plan_, placement_)),
       cpu_(open_cpu(model, plan_, placement_, plan.isa)),
       cache_(make_cache(model, plan_, placement_, gpu_.get())) {

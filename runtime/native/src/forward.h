@@ -67,7 +67,7 @@ struct Sides {
     Side *gpu;
     GpuPlacement placement;
 
-    Side &of_layer(uint32_t layer) const { return placement.layers[layer] != 0 ? *gpu : *cpu; }
+    Side &of_layer(uint32_t layer) const { return placement.layers[layer].on_device() ? *gpu : *cpu; }
     Side &of_embedding() const { return placement.embedding ? *gpu : *cpu; }
     Side &of_head() const { return placement.head ? *gpu : *cpu; }
     void synchronize() const {

@@ -46,58 +46,113 @@ void check_tiers(const Plan &plan, const ModelConfig &config) {
         throw_usage("plan: the last tier does not cover the batch");
 }
 
+std::string of_layer(uint32_t layer) {
+    return "plan: layer " + std::to_string(layer);
+}
+
 // Every unit is placed exactly once and every neuron of every layer belongs to one unit. Ranges ascend in the
-// plan.
+// plan: of a split layer the device's first, then those it pulls, then the CPU's.
 class Coverage {
   public:
     explicit Coverage(const ModelConfig &config)
-        : config_(config), neurons_(config.n_layers, 0), sides_(config.n_layers, 0),
+        : config_(config), layers_(config.n_layers),
           seen_(PI_UNIT_HEAD + 1, std::vector<uint8_t>(config.n_layers)) {}
 
     void add(const pi_unit &unit) {
         if (unit.kind > PI_UNIT_HEAD || unit.layer >= config_.n_layers)
             throw_usage("plan: a unit of no known kind or layer");
-        if (unit.placement != PI_PLACE_CPU && unit.placement != PI_PLACE_GPU)
-            throw Error(PI_FAILURE, "this runtime neither streams nor pulls weights");
-        if (unit.kind != PI_UNIT_EMBEDDING && unit.kind != PI_UNIT_HEAD)
-            require_one_side(unit);
+        if (unit.placement > PI_PLACE_PULL)
+            throw_usage("plan: a unit of no known placement");
+        if (unit.placement == PI_PLACE_STREAM)
+            throw Error(PI_FAILURE, "this runtime does not stream weights");
         if (unit.kind == PI_UNIT_NEURONS)
             return add_neurons(unit);
+        if (unit.placement == PI_PLACE_PULL)
+            throw Error(PI_FAILURE, of_layer(unit.layer) + ": only neurons can be pulled");
+        if (unit.kind != PI_UNIT_EMBEDDING && unit.kind != PI_UNIT_HEAD)
+            require_one_side(unit);
         if (std::exchange(seen_[unit.kind][unit.layer], uint8_t{1}) != 0)
             throw_usage("plan: a unit is placed twice");
     }
     void finish() const {
         for (uint32_t layer = 0; layer < config_.n_layers; ++layer) {
             const bool whole = seen_[PI_UNIT_ATTENTION][layer] != 0 && seen_[PI_UNIT_KV][layer] != 0 &&
-                               neurons_[layer] == config_.n_ff &&
+                               layers_[layer].n_neurons == config_.n_ff &&
                                (!config_.has_predictors || seen_[PI_UNIT_PREDICTOR][layer] != 0);
             if (!whole)
-                throw_usage("plan: layer " + std::to_string(layer) + " is not placed as a whole");
+                throw_usage(of_layer(layer) + " is not placed as a whole");
+            if (layers_[layer].side == PI_PLACE_CPU && layers_[layer].first != PI_PLACE_CPU)
+                throw Error(PI_FAILURE, of_layer(layer) + " has neurons on the GPU, but not its attention",
+                            "a split layer has its attention, KV cache and predictor on the GPU");
         }
         if (seen_[PI_UNIT_EMBEDDING][0] == 0 || seen_[PI_UNIT_HEAD][0] == 0)
             throw_usage("plan: the embedding or the output head is not placed");
     }
 
   private:
+    static constexpr uint32_t unknown = UINT32_MAX;
+    struct Layer {
+        uint32_t side = unknown;  // of attention, KV and predictor
+        uint32_t n_neurons = 0;   // placed so far
+        uint32_t first = unknown; // where the first and the last of them are
+        uint32_t latest = unknown;
+    };
+
     void require_one_side(const pi_unit &unit) {
-        const uint8_t side = unit.placement == PI_PLACE_GPU ? 2 : 1;
-        if (sides_[unit.layer] != 0 && sides_[unit.layer] != side)
-            throw Error(PI_FAILURE, "the plan splits layer " + std::to_string(unit.layer) +
-                                        " between CPU and GPU, which this runtime does not do");
-        sides_[unit.layer] = side;
+        const uint32_t before = std::exchange(layers_[unit.layer].side, unit.placement);
+        if (before != unknown && before != unit.placement)
+            throw Error(PI_FAILURE, of_layer(unit.layer) +
+                                        " has its attention, KV cache and predictor on different sides");
+    }
+    // GPU, pulled, CPU: in this order.
+    static uint32_t rank(uint32_t placement) {
+        return placement == PI_PLACE_GPU ? 0 : placement == PI_PLACE_PULL ? 1 : 2;
     }
     void add_neurons(const pi_unit &unit) {
-        if (unit.begin != neurons_[unit.layer] || unit.end <= unit.begin || unit.end > config_.n_ff)
+        Layer &layer = layers_[unit.layer];
+        if (unit.begin != layer.n_neurons || unit.end <= unit.begin || unit.end > config_.n_ff)
             throw_usage("plan: neuron ranges of layer " + std::to_string(unit.layer) +
                         " do not follow each other");
-        neurons_[unit.layer] = unit.end;
+        if (unit.begin == 0)
+            layer.first = unit.placement;
+        const uint32_t before = std::exchange(layer.latest, unit.placement);
+        if (before != unknown && rank(before) > rank(unit.placement))
+            throw_usage(of_layer(unit.layer) +
+                        ": neurons of the GPU come first, then pulled ones, then the CPU's");
+        layer.n_neurons = unit.end;
     }
 
     const ModelConfig &config_;
-    std::vector<uint32_t> neurons_; // placed so far, per layer
-    std::vector<uint8_t> sides_;    // 0: not known yet, 1: CPU, 2: GPU
+    std::vector<Layer> layers_;
     std::vector<std::vector<uint8_t>> seen_;
 };
+
+// Neurons where a layer may be split: a product of the device takes multiples of 32 columns, and those of a
+// plain down matrix are cut between blocks.
+uint32_t split_multiple(const LayerWeights &layer, const ModelConfig &config) {
+    const uint32_t block = config.sparse_layout ? 1 : layer.down.type->block_elements;
+    return std::max(32u, block);
+}
+
+void check_placement(const GpuPlacement &placement, const ModelConfig &config, const Weights &weights) {
+    bool device = false;
+    for (uint32_t layer = 0; layer < config.n_layers; ++layer) {
+        const LayerPlacement &placed = placement.layers[layer];
+        if (device && !placed.on_device())
+            throw Error(PI_FAILURE, of_layer(layer) + " is on the CPU behind a layer on the GPU",
+                        "layers on the CPU come first");
+        device = placed.on_device();
+        if (placed.kind == LayerKind::split)
+            throw Error(PI_FAILURE, "the plan splits layer " + std::to_string(layer) +
+                                        " between CPU and GPU, which this runtime does not do");
+        const uint32_t multiple = split_multiple(weights.layers[layer], config);
+        for (const uint32_t n : {placed.n_hot, placed.n_pull}) {
+            if (n != config.n_ff && n % multiple != 0)
+                throw_usage(of_layer(layer) + " is split at neuron " + std::to_string(n) +
+                            ", not at a multiple of " + std::to_string(multiple));
+        }
+    }
+}
 
 void check_sizes(const Plan &plan) {
     require_range("n_threads", plan.n_threads, 1, max_threads);
@@ -110,6 +165,9 @@ void check_sizes(const Plan &plan) {
         throw_usage("plan.kv_type is neither F32 nor F16");
     if (plan.activation_type != PI_TYPE_F32 && plan.activation_type != PI_TYPE_Q8_0)
         throw_usage("plan.activation_type is neither F32 nor Q8_0");
+    require_range("handover", plan.handover, PI_HANDOVER_AUTO, PI_HANDOVER_EVENT);
+    if (plan.predict_all && plan.predict_split_only)
+        throw_usage("plan: predict_all masks every layer, predict_split_only does not");
 }
 
 } // namespace
@@ -123,11 +181,19 @@ uint32_t Plan::ffn_mode(uint32_t n_tokens) const {
 }
 
 bool GpuPlacement::any() const {
-    return embedding || head || std::count(layers.begin(), layers.end(), 1) > 0;
+    return embedding || head || (!layers.empty() && layers.back().on_device());
 }
 
 bool GpuPlacement::all() const {
-    return embedding && head && std::count(layers.begin(), layers.end(), 0) == 0;
+    const auto whole = [](const LayerPlacement &layer) { return layer.kind == LayerKind::gpu; };
+    return embedding && head && std::all_of(layers.begin(), layers.end(), whole);
+}
+
+std::vector<uint8_t> GpuPlacement::on_device() const {
+    std::vector<uint8_t> flags;
+    for (const LayerPlacement &layer : layers)
+        flags.push_back(layer.on_device() ? 1 : 0);
+    return flags;
 }
 
 GpuPlacement gpu_placement(const Plan &plan, const ModelConfig &config) {
@@ -135,17 +201,26 @@ GpuPlacement gpu_placement(const Plan &plan, const ModelConfig &config) {
     placement.layers.resize(config.n_layers);
     for (const pi_unit &unit : plan.units) {
         const bool here = unit.placement == PI_PLACE_GPU;
-        if (unit.kind == PI_UNIT_EMBEDDING)
+        LayerPlacement &layer = placement.layers[unit.layer];
+        if (unit.kind == PI_UNIT_EMBEDDING) {
             placement.embedding = here;
-        else if (unit.kind == PI_UNIT_HEAD)
+        } else if (unit.kind == PI_UNIT_HEAD) {
             placement.head = here;
-        else if (here)
-            placement.layers[unit.layer] = 1;
+        } else if (unit.kind == PI_UNIT_ATTENTION) {
+            layer.kind = here ? LayerKind::gpu : LayerKind::cpu;
+        } else if (unit.kind == PI_UNIT_NEURONS && unit.placement != PI_PLACE_CPU) {
+            layer.n_hot = here ? unit.end : layer.n_hot;
+            layer.n_pull = unit.end;
+        }
+    }
+    for (LayerPlacement &layer : placement.layers) {
+        if (layer.on_device() && layer.n_hot < config.n_ff)
+            layer.kind = LayerKind::split;
     }
     return placement;
 }
 
-Plan check_plan(const pi_plan &plan, const ModelConfig &config) {
+Plan check_plan(const pi_plan &plan, const ModelConfig &config, const Weights &weights) {
     require_size(plan, "plan");
     if (plan.units == nullptr || plan.tiers == nullptr)
         throw_usage("plan has no units or tiers");
@@ -160,13 +235,16 @@ Plan check_plan(const pi_plan &plan, const ModelConfig &config) {
                  plan.activation_type,
                  plan.predict_all != 0,
                  std::isnan(plan.sparse_threshold) ? config.sparse_threshold : plan.sparse_threshold,
-                 plan.vram_budget_bytes};
+                 plan.vram_budget_bytes,
+                 plan.predict_split_only != 0,
+                 plan.handover};
     check_sizes(checked);
     check_tiers(checked, config);
     Coverage coverage(config);
     for (const pi_unit &unit : checked.units)
         coverage.add(unit);
     coverage.finish();
+    check_placement(gpu_placement(checked, config), config, weights);
     return checked;
 }
 

@@ -27,7 +27,7 @@ GpuStream::GpuStream(const pi_model &model, const Plan &plan, const GpuPlacement
     const bool predictors = plan.ffn_mode(1) == PI_FFN_PREDICTED;
     reserve_scratch(device, config, max_tokens);
     for (uint32_t layer = 0; layer < config.n_layers; ++layer) {
-        if (placement.layers[layer] != 0)
+        if (placement.layers[layer].on_device())
             put_layer(model.weights.layers[layer], config, predictors);
     }
     if (placement.embedding)
