@@ -20,6 +20,7 @@ from parity.gguf_file import Array, GgufFile
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")
 QUANTISED += ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 INT8_BLOCK = 32
+PRECISE_POSITIONS = 4  # the first of a sequence: attention sinks
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Reference:
     """Logits of token sequences from the tensors of `file`.
 
     With `int8_activations` every product with a quantised matrix rounds its input to int8 blocks first, as
-    the engine's int8 kernels do; the down product over ffn_down_t takes the input as it is.
+    the engine's int8 kernels do; the down product over ffn_down_t takes the input as it is, and so do the layers'
+    products (predictors apart) at PRECISE_POSITIONS.
     """
 
     def __init__(self, file: GgufFile, *, int8_activations: bool = False) -> None:
@@ -113,16 +115,16 @@ class Reference:
 
     def head(self, x: Array) -> Array:
         name = "output.weight" if self.file.has("output.weight") else "token_embd.weight"
-        return self.product(self.norm(x, "output_norm.weight"), name)
+        return self.product(self.norm(x, "output_norm.weight"), name, n_precise=0)
 
     def norm(self, x: Array, name: str) -> Array:
         mean_square = np.mean(x * x, axis=-1, keepdims=True)
         return x / np.sqrt(mean_square + self.config.rms_eps) * self.file.tensor(name)
 
-    def product(self, x: Array, name: str) -> Array:
+    def product(self, x: Array, name: str, n_precise: int = PRECISE_POSITIONS) -> Array:
         """x [n_tokens, n_cols] times the transpose of the matrix `name` [n_rows, n_cols]."""
         if self.int8_activations and self.file.type_of(name).name in QUANTISED:
-            x = round_to_int8(x)
+            x = np.concatenate([x[:n_precise], round_to_int8(x[n_precise:])])
         return x @ self.file.tensor(name).T
 
     def attend(self, x: Array, layer: int) -> Array:
@@ -185,8 +187,8 @@ class Reference:
 
     def predict(self, x: Array, layer: int, threshold: float | None = None) -> Array:
         """Predictor logits less the threshold [n_tokens, n_ff]; negative: the neuron is dropped."""
-        inner = np.maximum(self.product(x, f"blk.{layer}.fc1.weight"), 0.0)
-        logit = self.product(inner, f"blk.{layer}.fc2.weight")
+        inner = np.maximum(self.product(x, f"blk.{layer}.fc1.weight", n_precise=0), 0.0)
+        logit = self.product(inner, f"blk.{layer}.fc2.weight", n_precise=0)
         return logit - (self.config.sparse_threshold if threshold is None else threshold)
 
     def down(self, hidden: Array, layer: int) -> Array:

@@ -68,7 +68,8 @@ pi_rows chunk_rows(const RowChunk &chunk) {
                                        base + static_cast<uint64_t>(chunk.end));
 }
 
-void multiply_rows(const CpuStream &stream, const RowChunk &chunk, const float *x, uint32_t n_tokens) {
+void multiply_rows(const CpuStream &stream, const RowChunk &chunk, const float *x, const uint32_t *positions,
+                   uint32_t n_tokens) {
     const Product &product = *chunk.product;
     const pi_type_kernels &kernels = type_kernels(stream, *product.matrix);
     const pi_rows rows = chunk_rows(chunk);
@@ -76,7 +77,7 @@ void multiply_rows(const CpuStream &stream, const RowChunk &chunk, const float *
     const uint64_t width = product.row_end - product.row_begin;
     for (uint32_t token = 0; token < n_tokens; ++token) {
         float *out = product.out + token * width + chunk.begin;
-        if (int8) {
+        if (int8 && !is_precise(positions, token)) {
             kernels.dot_q8(&rows, &stream.quantised.tokens[token], out);
         } else {
             kernels.dot_f32(&rows, x + token * product.matrix->n_cols, out);
@@ -87,7 +88,7 @@ void multiply_rows(const CpuStream &stream, const RowChunk &chunk, const float *
 }
 
 void multiply_by_rows(CpuStream &stream, std::span<const Product> products, const float *x,
-                      uint32_t n_tokens) {
+                      const uint32_t *positions, uint32_t n_tokens) {
     const bool int8 = std::any_of(products.begin(), products.end(), [&](const Product &product) {
         return uses_int8(stream, *product.matrix, n_tokens);
     });
@@ -100,7 +101,7 @@ void multiply_by_rows(CpuStream &stream, std::span<const Product> products, cons
         return n_tokens == 1 ? n_rows : std::clamp(shared_bytes / row_bytes, min_chunk_rows, n_rows);
     });
     stream.pool.run(static_cast<int64_t>(chunks.size()), [&](int64_t index, uint32_t) {
-        multiply_rows(stream, chunks[static_cast<size_t>(index)], x, n_tokens);
+        multiply_rows(stream, chunks[static_cast<size_t>(index)], x, positions, n_tokens);
     });
 }
 
@@ -215,15 +216,10 @@ void multiply_packed(CpuStream &stream, std::span<const Product> products, const
     multiply_blocks(stream, blocks, pack_panels(stream, x, n_tokens, n_k), n_tokens);
 }
 
-// The first positions of a sequence are attention sinks: every later token reads their keys and values, and
-// their activations have the largest outliers. What rounding to int8 leaves of them is rounded and multiplied
-// too.
-constexpr uint32_t precise_positions = 4;
-
 std::vector<uint32_t> precise_tokens(const uint32_t *positions, uint32_t n_tokens) {
     std::vector<uint32_t> tokens;
-    for (uint32_t token = 0; token < n_tokens && positions != nullptr; ++token) {
-        if (positions[token] < precise_positions)
+    for (uint32_t token = 0; token < n_tokens; ++token) {
+        if (is_precise(positions, token))
             tokens.push_back(token);
     }
     return tokens;
@@ -344,12 +340,12 @@ void quantise_input(CpuStream &stream, const float *x, uint32_t n_tokens, uint64
 void cpu_matmul(CpuStream &stream, std::span<const Product> products, const float *x,
                 const uint32_t *positions, uint32_t n_tokens) {
     if (n_tokens <= gemv_tokens)
-        return multiply_by_rows(stream, products, x, n_tokens);
+        return multiply_by_rows(stream, products, x, positions, n_tokens);
     std::vector<Product> rows, others;
     for (const Product &product : products)
         (by_rows(stream, *product.matrix, n_tokens) ? rows : others).push_back(product);
     if (!rows.empty())
-        multiply_by_rows(stream, rows, x, n_tokens);
+        multiply_by_rows(stream, rows, x, positions, n_tokens);
     if (!others.empty())
         multiply_many(stream, others, x, positions, n_tokens);
 }

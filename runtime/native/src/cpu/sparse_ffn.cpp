@@ -129,7 +129,7 @@ class SparseFfn {
 
     void dot(const Matrix &matrix, const pi_rows &rows, uint32_t token, float *out) const {
         const pi_type_kernels &kernels = stream_.kernels.type[matrix.type->kernel_index];
-        if (uses_int8(stream_, matrix, 1)) {
+        if (uses_int8(stream_, matrix, 1) && !is_precise(args_.positions, first_ + token)) {
             kernels.dot_q8(&rows, &stream_.quantised.tokens[token], out);
         } else {
             kernels.dot_f32(&rows, args_.normed + (first_ + token) * matrix.n_cols, out);
@@ -158,7 +158,10 @@ class SparseFfn {
     void multiply(const Matrix &matrix, const pi_rows &rows, uint32_t token, uint32_t n_tokens,
                   float *out) const {
         const auto many_q8 = stream_.kernels.type[matrix.type->kernel_index].many_q8;
-        if (n_tokens > gemv_tokens && many_q8 != nullptr && uses_int8(stream_, matrix, n_tokens)) {
+        bool together = n_tokens > gemv_tokens && many_q8 != nullptr && uses_int8(stream_, matrix, n_tokens);
+        for (uint32_t i = 0; i < n_tokens; ++i)
+            together = together && !is_precise(args_.positions, first_ + token + i);
+        if (together) {
             many_q8(&rows, &stream_.quantised.tokens[token], n_tokens, out, n_);
         } else {
             for (uint32_t i = 0; i < n_tokens; ++i)

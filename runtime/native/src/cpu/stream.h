@@ -70,6 +70,15 @@ int64_t rows_per_chunk(const CpuStream &stream, int64_t n_bytes, int64_t row_byt
 // the tokens `twice`.
 void quantise_input(CpuStream &stream, const float *x, uint32_t n_tokens, uint64_t n_cols,
                     std::span<const uint32_t> twice = {});
+// The first positions of a sequence are attention sinks: every later token reads their keys and values, and
+// their activations have the largest outliers. Rounding to int8 would spoil them: row by row they are
+// multiplied as floats, in products of many tokens what rounding leaves of them is rounded and multiplied
+// too.
+constexpr uint32_t precise_positions = 4;
+// positions null: none is.
+inline bool is_precise(const uint32_t *positions, uint32_t token) {
+    return positions != nullptr && positions[token] < precise_positions;
+}
 // Whether a step of n_tokens multiplies the matrix with int8 activations.
 bool uses_int8(const CpuStream &stream, const Matrix &matrix, uint32_t n_tokens);
 
