@@ -1,11 +1,14 @@
 // emulator.cpp: fibers, the queue and the runtime's calls.
 #include "emulator.h"
 
+#include <condition_variable>
 #include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
 #include <immintrin.h>
+#include <mutex>
+#include <thread>
 #include <ucontext.h>
 #include <vector>
 
@@ -32,7 +35,6 @@ jmp_buf scheduler;
 size_t current;
 uint32_t n_threads;
 const std::function<void()> *body;
-std::deque<std::function<void()>> pending;
 alignas(16) uint8_t shared[shared_bytes];
 // [warp][parity]: values of the last two exchanges
 std::vector<uint8_t> slots;
@@ -129,16 +131,80 @@ const uint8_t *exchange(const void *value, size_t n_bytes) {
     return values;
 }
 
+namespace {
+
+// A thread of its own does the queued work, while the program does something else: but none before the
+// program flushes the queue, as late as a device may begin.
+class Queue {
+  public:
+    void add(std::function<void()> work) {
+        const std::lock_guard lock(mutex_);
+        work_.push_back(std::move(work));
+        ++added_;
+    }
+    void flush() {
+        const std::lock_guard lock(mutex_);
+        if (!running_) {
+            running_ = true;
+            std::thread([this] { run(); }).detach();
+        }
+        released_ = added_;
+        changed_.notify_all();
+    }
+    void wait() {
+        flush();
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&, last = added_] { return done_ >= last; });
+    }
+    bool idle() {
+        const std::lock_guard lock(mutex_);
+        return done_ == added_;
+    }
+    void stall(bool on) {
+        const std::lock_guard lock(mutex_);
+        stalled_ = on;
+        changed_.notify_all();
+    }
+
+  private:
+    void run() {
+        std::unique_lock lock(mutex_);
+        for (;;) {
+            changed_.wait(lock, [&] { return done_ < released_ && !stalled_; });
+            const std::function<void()> work = std::move(work_.front());
+            work_.pop_front();
+            lock.unlock();
+            work();
+            lock.lock();
+            ++done_;
+            changed_.notify_all();
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<std::function<void()>> work_;
+    uint64_t added_ = 0, released_ = 0, done_ = 0;
+    bool running_ = false, stalled_ = false;
+};
+
+Queue &the_queue() {
+    static Queue &queue = *new Queue; // its thread may outlive main
+    return queue;
+}
+
+} // namespace
+
 void queue(std::function<void()> work) {
-    pending.push_back(std::move(work));
+    the_queue().add(std::move(work));
+}
+
+void flush_queue() {
+    the_queue().flush();
 }
 
 void run_queue() {
-    while (!pending.empty()) {
-        const std::function<void()> work = std::move(pending.front());
-        pending.pop_front();
-        work();
-    }
+    the_queue().wait();
 }
 
 void run_blocks(dim3 grid, dim3 block, const std::function<void()> &thread) {
@@ -175,7 +241,7 @@ uint16_t to_half(float x) {
 } // namespace emulator
 
 const char *cudaGetErrorString(cudaError_t error) {
-    return error == cudaSuccess ? "no error" : "out of memory";
+    return error == cudaSuccess ? "no error" : error == cudaErrorNotReady ? "not ready" : "out of memory";
 }
 cudaError_t cudaGetDeviceCount(int *n) {
     *n = 1;
@@ -225,6 +291,10 @@ cudaError_t cudaStreamSynchronize(cudaStream_t) {
     emulator::run_queue();
     return cudaSuccess;
 }
+cudaError_t cudaStreamQuery(cudaStream_t) {
+    emulator::flush_queue();
+    return emulator::the_queue().idle() ? cudaSuccess : cudaErrorNotReady;
+}
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned) {
     *out = reinterpret_cast<cudaEvent_t>(1);
     return cudaSuccess;
@@ -238,4 +308,9 @@ cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
 cudaError_t cudaEventSynchronize(cudaEvent_t) {
     emulator::run_queue();
     return cudaSuccess;
+}
+
+// For tests: a device that takes work and does none.
+extern "C" void emulator_stall(int on) {
+    emulator::the_queue().stall(on != 0);
 }

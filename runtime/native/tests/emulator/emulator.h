@@ -1,6 +1,6 @@
 // emulator.h: as much of CUDA as the device library uses, on the CPU, so that its kernels can be tested where
-// no GPU is. A block's threads are fibers that switch at barriers and warp functions; work is queued and done
-// when the program waits for it, as late as a device may do it.
+// no GPU is. A block's threads are fibers that switch at barriers and warp functions; a thread of its own
+// does the queued work once the program asks for it, as late as a device may begin.
 #pragma once
 
 #include <algorithm>
@@ -52,7 +52,8 @@ void *dynamic_shared();
 const uint8_t *exchange(const void *value, size_t n_bytes);
 void barrier();
 void queue(std::function<void()> work);
-void run_queue();
+void flush_queue(); // what is queued may begin, on a thread of its own
+void run_queue();   // until all is done
 void run_blocks(dim3 grid, dim3 block, const std::function<void()> &thread);
 
 float from_half(uint16_t bits);
@@ -154,7 +155,7 @@ T atomicMin(T *to, T x) {
 // ---- runtime
 // --------------------------------------------------------------------------------------------------
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorNotReady = 600 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 using cudaStream_t = struct emulated_stream *;
@@ -182,6 +183,7 @@ cudaError_t cudaMemsetAsync(void *data, int value, size_t n_bytes, cudaStream_t 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
