@@ -14,15 +14,16 @@ from typing import Any, TextIO
 
 from powerinfer_toolkit import console
 from powerinfer_toolkit.errors import PiError, UsageError
-from powerinfer_toolkit.runtime import native_lib, report
+from powerinfer_toolkit.runtime import native_lib, plan_report, report
 from powerinfer_toolkit.runtime.generate import Generation
 from powerinfer_toolkit.runtime.model import Model
 from powerinfer_toolkit.runtime.model_file import ModelFile
 from powerinfer_toolkit.runtime.options import plan_options
 from powerinfer_toolkit.runtime.perplexity import cut_windows, measure
 from powerinfer_toolkit.runtime.plan.gpu import plan_run
-from powerinfer_toolkit.runtime.plan.machine import probe
+from powerinfer_toolkit.runtime.plan.machine import Machine
 from powerinfer_toolkit.runtime.plan.planner import PlanOptions
+from powerinfer_toolkit.runtime.plan.surroundings import look
 from powerinfer_toolkit.runtime.record import recording
 from powerinfer_toolkit.runtime.sampling import Sampling
 
@@ -31,17 +32,19 @@ def open_model(path: str, options: PlanOptions) -> Model:
     """Open and plan, say the plan, then allocate."""
     file = ModelFile(path)
     try:
-        machine = probe(cpus=options.cpus)
+        machine = look(options)
         plan = plan_run(file.shape, options, machine)
         isa = native_lib.select_isa(plan.isa)
     except BaseException:
         file.close()
         raise
     if console.verbosity() >= console.VERBOSE:
-        console.detail(report.plan_table(file.shape, plan, machine, isa))
+        console.detail(plan_report.plan_table(file.shape, plan, machine, isa))
+        if not plan.uses_gpu and native_lib.load().pi_gpu_count() > 0:
+            console.detail("a GPU is here and not used: --vram-budget says how much of it may be")
     else:
-        console.info(report.plan_line(file.shape, plan))
-    for warning in report.warnings(file.shape, plan, machine):
+        console.info(plan_report.plan_line(file.shape, plan))
+    for warning in plan_report.warnings(file.shape, plan, machine):
         console.warning(warning)
     return Model(file, plan)
 
@@ -49,19 +52,30 @@ def open_model(path: str, options: PlanOptions) -> Model:
 @contextmanager
 def open_for(args: argparse.Namespace) -> Iterator[Model]:
     """Open the model that the flags name, recording its activations where they say so."""
-    options = plan_options(args, args.threads, args.ctx_size)
+    options = _options(args)
     with open_model(args.model, options) as model, recording(model, args.record_activations):
         yield model
 
 
+def _options(args: argparse.Namespace) -> PlanOptions:
+    return plan_options(args, args.threads, args.ctx_size, args.vram_budget)
+
+
 def dry_run(args: argparse.Namespace) -> None:
     """Print the plan to stdout."""
+    options = _options(args)
     with ModelFile(args.model) as file:
-        options = plan_options(args, args.threads, args.ctx_size)
-        machine = probe(cpus=options.cpus)
+        machine = look(options) if args.machine is None else _described(args.machine)
         plan = plan_run(file.shape, options, machine)
-        isa = native_lib.select_isa(plan.isa)
-        print(plan.to_json() if args.json else report.plan_table(file.shape, plan, machine, isa))
+        if args.json:
+            print(plan_report.dry_run_record(file.shape, plan, machine))
+        else:
+            isa = native_lib.select_isa(plan.isa)
+            print(plan_report.plan_table(file.shape, plan, machine, isa))
+
+
+def _described(path: Path) -> Machine:
+    return Machine.from_json(_read_text(str(path)))
 
 
 def complete(args: argparse.Namespace) -> None:

@@ -18,11 +18,12 @@ from powerinfer_toolkit.runtime.options import (
     check_gpu_options,
     plan_options,
     require_models,
+    vram_budgets,
 )
 from powerinfer_toolkit.runtime.synth.command import add_synth_command
 
 if TYPE_CHECKING:
-    from powerinfer_toolkit.runtime.bench_report import Result
+    from powerinfer_toolkit.runtime.bench_report import Rates, Result
     from powerinfer_toolkit.runtime.model import Model
     from powerinfer_toolkit.runtime.plan.bandwidth import Bandwidth
     from powerinfer_toolkit.runtime.plan.planner import PlanOptions
@@ -133,15 +134,30 @@ def _command(args: argparse.Namespace) -> None:
     if args.json and args.markdown:
         raise UsageError("--json and --markdown exclude each other", hint="give one of them")
     context = max(n for _, n in tests)
-    plans = [plan_options(args, threads, context) for threads in args.threads or [None]]
+    plans = [
+        plan_options(args, threads, context, budget)
+        for budget in vram_budgets(args)
+        for threads in args.threads or [None]
+    ]
     runs = [(path, options) for path in paths for options in plans]
     with cli.uninterrupted():
         from powerinfer_toolkit.runtime.model import Model
     for path, options in runs:  # what is refused is refused before the first measurement
         Model.open(path, options).close()
     decodes = any(kind == "tg" for kind, _ in tests)
-    bandwidth = _bandwidth(again=args.measure_bandwidth) if decodes else None
-    _measure_all(args, runs, tests, bandwidth)
+    rates = _rates(args, runs) if decodes else None
+    _measure_all(args, runs, tests, rates)
+
+
+def _rates(args: argparse.Namespace, runs: list[tuple[str, PlanOptions]]) -> Rates:
+    """Measure how fast the machine reads, its GPU too where a run uses it."""
+    from powerinfer_toolkit.runtime.bench_report import Rates
+    from powerinfer_toolkit.runtime.plan.surroundings import look
+
+    bandwidth = _bandwidth(again=args.measure_bandwidth)
+    on_gpu = next((options for _, options in runs if options.vram_budget_bytes), None)
+    profile = look(on_gpu).profile if on_gpu else None
+    return Rates(bandwidth, profile)
 
 
 def _bandwidth(*, again: bool) -> Bandwidth:
@@ -155,20 +171,25 @@ def _measure_all(
     args: argparse.Namespace,
     runs: list[tuple[str, PlanOptions]],
     tests: list[Test],
-    bandwidth: Bandwidth | None,
+    rates: Rates | None,
 ) -> None:
     from powerinfer_toolkit.runtime.bench_report import Report
     from powerinfer_toolkit.runtime.model import Model
     from powerinfer_toolkit.runtime.report import reset_peak_rss
 
-    report = Report(bandwidth, markdown=args.markdown, several=len({path for path, _ in runs}) > 1)
+    report = Report(
+        rates,
+        markdown=args.markdown,
+        several=len({path for path, _ in runs}) > 1,
+        on_gpu=any(options.vram_budget_bytes for _, options in runs),
+    )
     results = []
     for path, options in runs:
         reset_peak_rss()
         with Model.open(path, options) as model:
             console.detail(f"{model.plan.n_threads} threads, {model.stats().isa} kernels")
             for test in tests:
-                result = _measure(model, test, args.repetitions, bandwidth)
+                result = _measure(model, test, args.repetitions, rates)
                 results.append(result)
                 report.warn(result)
                 if not args.json:
@@ -177,7 +198,7 @@ def _measure_all(
         print(json.dumps(report.record(results)))
 
 
-def _measure(model: Model, test: Test, repetitions: int, bandwidth: Bandwidth | None) -> Result:
+def _measure(model: Model, test: Test, repetitions: int, rates: Rates | None) -> Result:
     from powerinfer_toolkit.runtime.bench_report import Result
     from powerinfer_toolkit.runtime.report import peak_rss_bytes
 
@@ -192,13 +213,13 @@ def _measure(model: Model, test: Test, repetitions: int, bandwidth: Bandwidth | 
         speeds.append(n / (time.perf_counter() - start))
     median = statistics.median(speeds)
     stats = model.stats()
-    read = _decode_bytes(model, n) if kind == "tg" else None
-    bound = bandwidth.bytes_per_second / read if bandwidth and read else None
+    read, bound = _bound(model, n, rates) if rates and kind == "tg" else (None, None)
     return Result(
         model=Path(model.file.path).name,
         test=f"{kind}{n}",
         threads=model.plan.n_threads,
         isa=stats.isa,
+        device=stats.device,
         tok_s=median,
         tok_s_min=min(speeds),
         tok_s_max=max(speeds),
@@ -212,22 +233,20 @@ def _measure(model: Model, test: Test, repetitions: int, bandwidth: Bandwidth | 
         bound_tok_s=bound,
         bound_share=None if bound is None else median / bound,
         peak_rss_bytes=peak_rss_bytes(),
+        vram_budget_bytes=model.plan.vram_budget_bytes,
+        device_bytes=stats.device_bytes,
     )
 
 
-def _decode_bytes(model: Model, n: int) -> float:
-    """Return what one of the first n tokens reads on average, by what the engine counted."""
-    from powerinfer_toolkit.runtime.plan.traffic import decode_bytes, weight_bytes
+def _bound(model: Model, n: int, rates: Rates) -> tuple[float, float]:
+    """Return (bytes that one of the first n tokens reads on average, tok/s at most), by what the engine counted."""
+    from powerinfer_toolkit.runtime.plan.cost import Shares, bound_seconds, token_cost
 
-    stats = model.stats()
-    return decode_bytes(
-        weight_bytes(model.file.tensors(), model.config),
-        model.config,
-        model.plan,
-        n_positions=(n + 1) / 2,
-        active_share=stats.active_share,
-        guessed_share=stats.guessed_share,
-    )
+    stats, profile = model.stats(), rates.profile
+    shares = Shares(stats.active_share, stats.guessed_share)
+    positions = (n + 1) / 2
+    cost = token_cost(model.config, model.plan, profile, shares=shares, n_positions=positions)
+    return cost.n_bytes, 1 / bound_seconds(cost, profile)
 
 
 def _prompt(model: Model, n: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from powerinfer_toolkit import console
 from powerinfer_toolkit.runtime.plan.bandwidth import Bandwidth
 from powerinfer_toolkit.runtime.plan.machine import last_level_cache_bytes
+from powerinfer_toolkit.runtime.plan.profile import UNMEASURED, MachineProfile
 
 _CACHE_SHARE = 4  # a token that reads fewer last-level caches than this is served by them in part
 
@@ -26,6 +27,7 @@ class Result:
     test: str
     threads: int
     isa: str
+    device: str
     tok_s: float
     tok_s_min: float
     tok_s_max: float
@@ -39,6 +41,41 @@ class Result:
     bound_tok_s: float | None
     bound_share: float | None
     peak_rss_bytes: int
+    vram_budget_bytes: int
+    device_bytes: int
+
+
+class Rates:
+    """How fast the machine reads: its memory by the sweep, the GPU's and what it pulls by the planner's profile."""
+
+    def __init__(self, bandwidth: Bandwidth, measured: MachineProfile | None) -> None:
+        self.bandwidth = bandwidth
+        self.has_gpu = measured is not None
+        fastest = bandwidth.bytes_per_second
+        self.profile = replace(measured or UNMEASURED, cpu_bytes_per_second=fastest)
+
+    def record(self) -> dict[str, Any]:
+        """Return what the JSON object has of them."""
+        found = {
+            "read_bytes_per_second": self.bandwidth.bytes_per_second,
+            "read_threads": self.bandwidth.best_threads,
+            "read_measured_on": self.bandwidth.measured_on,
+        }
+        return found | ({"profile": asdict(self.profile)} if self.has_gpu else {})
+
+    def __str__(self) -> str:
+        """Say them in a line."""
+        text = (
+            f"memory is read at {self.bandwidth.bytes_per_second / 1e9:.1f} GB/s by "
+            f"{self.bandwidth.best_threads} threads, measured on {self.bandwidth.measured_on}"
+        )
+        if not self.has_gpu:
+            return text
+        profile = self.profile
+        return (
+            f"{text}; the GPU reads its own at {profile.gpu_bytes_per_second / 1e9:.0f} GB/s and pulls "
+            f"{profile.pull_bytes_per_second / 1e9:.1f} while the CPU reads {profile.cpu_beside_bytes_per_second / 1e9:.1f}"
+        )
 
 
 _COLUMNS = {  # title -> width
@@ -54,38 +91,39 @@ _COLUMNS = {  # title -> width
     "reached": 7,
     "RSS MiB": 8,
 }
+_GPU_COLUMNS = {"budget": 8, "VRAM MiB": 8}
 _MODEL, _MODEL_WIDTH = "model", 32
 
 
 class Report:
     """Prints rows as they come; `several` models have their names in the first column, as Markdown always does."""
 
-    def __init__(self, bandwidth: Bandwidth | None, *, markdown: bool, several: bool) -> None:
-        self._bandwidth = bandwidth
+    def __init__(
+        self, rates: Rates | None, *, markdown: bool, several: bool, on_gpu: bool = False
+    ) -> None:
+        self._rates = rates
         self._markdown = markdown
+        self._columns = _COLUMNS | (_GPU_COLUMNS if on_gpu else {})
         self._named = several or markdown
         self._begun = False
         self._warned = False
 
     def print_row(self, result: Result) -> None:
         """Print one row, the first one with its header."""
-        titles = ([_MODEL] if self._named else []) + list(_COLUMNS)
+        titles = ([_MODEL] if self._named else []) + list(self._columns)
         if not self._begun:
             self._begun = True
             self._print(titles)
             if self._markdown:
                 self._print(["---"] * len(titles))
             self._say_bandwidth()
-        self._print(([result.model] if self._named else []) + _cells(result))
+        cells = (_cells(result) + _gpu_cells(result))[: len(self._columns)]
+        self._print(([result.model] if self._named else []) + cells)
 
     def record(self, results: Sequence[Result]) -> dict[str, Any]:
         """Return the JSON object."""
         record: dict[str, Any] = {"results": [asdict(result) for result in results]}
-        if self._bandwidth is not None:
-            record["read_bytes_per_second"] = self._bandwidth.bytes_per_second
-            record["read_threads"] = self._bandwidth.best_threads
-            record["read_measured_on"] = self._bandwidth.measured_on
-        return record
+        return record if self._rates is None else record | self._rates.record()
 
     def warn(self, result: Result) -> None:
         """Say once where the share of the bound means little."""
@@ -106,17 +144,14 @@ class Report:
             )
 
     def _say_bandwidth(self) -> None:
-        if self._bandwidth is not None:
-            console.info(
-                f"memory is read at {self._bandwidth.bytes_per_second / 1e9:.1f} GB/s by "
-                f"{self._bandwidth.best_threads} threads, measured on {self._bandwidth.measured_on}"
-            )
+        if self._rates is not None:
+            console.info(str(self._rates))
 
     def _print(self, cells: list[str]) -> None:
         if self._markdown:
             print("| " + " | ".join(cells) + " |", flush=True)
             return
-        widths = ([_MODEL_WIDTH] if self._named else []) + list(_COLUMNS.values())
+        widths = ([_MODEL_WIDTH] if self._named else []) + list(self._columns.values())
         pairs = zip(cells, widths, strict=True)
         left = 2 if self._named else 1  # texts are flush left, numbers right
         shown = [f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in enumerate(pairs)]
@@ -137,6 +172,11 @@ def _cells(result: Result) -> list[str]:
         "-" if result.bound_share is None else f"{result.bound_share:.0%}",
         f"{result.peak_rss_bytes / 2**20:.0f}",
     ]
+
+
+def _gpu_cells(result: Result) -> list[str]:
+    sizes = (result.vram_budget_bytes, result.device_bytes)
+    return [f"{n_bytes / 2**20:.0f}" if n_bytes else "-" for n_bytes in sizes]
 
 
 def _number(value: float | None, unit: float, digits: int) -> str:

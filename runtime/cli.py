@@ -137,7 +137,7 @@ def _add_action_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print one JSON object at the end: text, token_ids, prompt_tokens, decode_tokens, prompt_seconds "
         "(up to the first token), decode_seconds, ffn_mode, active_share, load_seconds, peak_rss_bytes; with "
-        "--perplexity: perplexity, tokens, ffn_mode, active_share; with --dry-run: the plan",
+        "--perplexity: perplexity, tokens, ffn_mode, active_share; with --dry-run: the plan and what is expected of it",
     )
     group.add_argument(
         "--record-activations",
@@ -149,7 +149,14 @@ def _add_action_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the plan and allocate nothing; 3 if it does not fit",
+        help="print the plan and allocate nothing: sizes and, with --vram-budget, where every layer and its neurons "
+        "are, what is read there and which side waits; exit code 3 if it does not fit",
+    )
+    group.add_argument(
+        "--machine",
+        metavar="FILE",
+        type=Path,
+        help="plan --dry-run for the machine that a JSON file describes, docs/plan.md (default: this one)",
     )
     group.add_argument(
         "--doctor",
@@ -197,6 +204,8 @@ def _check_combination(args: argparse.Namespace) -> None:
         )
     if args.system_prompt is not None and not args.chat:
         raise UsageError("-sys needs --chat: a plain prompt has no messages", hint="add --chat")
+    if args.machine is not None and not args.dry_run:
+        raise UsageError("--machine describes what to plan for", hint="add --dry-run")
     if args.n_predict < -2:
         raise UsageError(f"n-predict {args.n_predict} is out of range", hint="give -2 or more")
     if args.seed < -1:

@@ -16,10 +16,10 @@ from powerinfer_toolkit.runtime.engine import Batch, Engine, FfnRule, Stats, int
 from powerinfer_toolkit.runtime.generate import Generation, Limits
 from powerinfer_toolkit.runtime.model_file import ModelFile
 from powerinfer_toolkit.runtime.plan.gpu import plan_run
-from powerinfer_toolkit.runtime.plan.machine import probe
 from powerinfer_toolkit.runtime.plan.plan import FfnMode, Plan
 from powerinfer_toolkit.runtime.plan.planner import DEFAULT_BATCH, PlanOptions
 from powerinfer_toolkit.runtime.plan.shape import ModelShape
+from powerinfer_toolkit.runtime.plan.surroundings import look
 from powerinfer_toolkit.runtime.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class Model:
         ram_budget_bytes: int | None = None,
         vram_budget_bytes: int | None = None,
         cpus: tuple[int, ...] | None = None,
+        split: bool = False,
+        handover: str | None = None,
     ) -> Self:
         """Open a GGUF or PowerInfer-GGUF file, plan and allocate; PlanOptions explains the options.
 
@@ -87,6 +89,8 @@ class Model:
             ram_budget_bytes=ram_budget_bytes,
             vram_budget_bytes=vram_budget_bytes,
             cpus=cpus,
+            split=split,
+            handover=handover,
         )
         return cls.open(path, options)
 
@@ -95,7 +99,7 @@ class Model:
         """Do what load does, with the options as one object."""
         file = ModelFile(path)
         try:
-            plan = plan_run(file.shape, options, probe(cpus=options.cpus))
+            plan = plan_run(file.shape, options, look(options))
         except BaseException:
             file.close()
             raise

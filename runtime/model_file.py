@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import ctypes as ct
-import math
 import os
-import re
 import struct
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from powerinfer_toolkit.errors import PiError
-from powerinfer_toolkit.gguf_format import Activation, Key, Tensor
+from powerinfer_toolkit.gguf_format import Activation, Key
 from powerinfer_toolkit.runtime import native_lib
+from powerinfer_toolkit.runtime.model_parts import TensorEntry, model_bytes, read_firing
 from powerinfer_toolkit.runtime.native_handle import NativeHandle
-from powerinfer_toolkit.runtime.plan.shape import DeviceBytes, ModelShape
+from powerinfer_toolkit.runtime.plan.shape import ModelShape
 
 T = TypeVar("T")
 
@@ -36,19 +34,6 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 _DAMAGED = "the file is damaged: convert or download it again"
 _ACTIVATIONS = (Activation.SILU, Activation.RELU)  # by PI_ACTIVATION_*
-_PREDICTORS = tuple(
-    name.removeprefix("blk.{i}") for name in (Tensor.PREDICTOR_FC1, Tensor.PREDICTOR_FC2)
-)
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of the file; `shape` is in GGUF order, the contiguous dimension first."""
-
-    name: str
-    type: int  # GGUF tensor type id
-    shape: tuple[int, ...]
-    n_bytes: int
 
 
 class ModelFile(NativeHandle):
@@ -99,14 +84,18 @@ class ModelFile(NativeHandle):
         for name in ("sparse_layout", "has_predictors", "tied_head", "float32_weights"):
             fields[name] = bool(fields[name])
         fields["activation"] = _ACTIVATIONS[native.activation]
+        sizes = model_bytes(self.tensors(), native.n_layers)
         # upstream's files carry trained predictors and no key about them
         kind = "mlp" if native.has_predictors else "none"
         return ModelShape(
             **fields,
             predictor_kind=self._typed(Key.PREDICTOR_KIND, str) or kind,
             perplexity_loss=self._typed(Key.PREDICTOR_PERPLEXITY_LOSS, float),
-            predictor_bytes=sum(t.n_bytes for t in self.tensors() if t.name.endswith(_PREDICTORS)),
-            device=_device_bytes(self.tensors(), native.n_layers),
+            predictor_bytes=sum(layer.predictor for layer in sizes.layers),
+            sizes=sizes,
+            firing=read_firing(self.metadata, native.n_layers),
+            predicted_density=self._typed(Key.PREDICTOR_DENSITY, float),
+            exact_layers=tuple(self._typed(Key.PREDICTOR_EXACT_LAYERS, list) or ()),
         )
 
     def _typed(self, name: str, kind: type[T]) -> T | None:
@@ -115,34 +104,6 @@ class ModelFile(NativeHandle):
             message = f"metadata key {name} should be a {kind.__name__}, not {value!r:.40}"
             raise PiError(message, hint=_DAMAGED)
         return value
-
-
-def _device_bytes(tensors: Iterable[TensorEntry], n_layers: int) -> DeviceBytes:
-    """Count tensors as the GPU backend allocates them: rows padded to 16 bytes, tensors to 256."""
-    layers, predictors, ranks = [0] * n_layers, [0] * n_layers, [0]
-    others: dict[str, int] = {}
-    for tensor in tensors:
-        n_rows = math.prod(tensor.shape[1:])
-        n_bytes = _round_up(n_rows * _round_up(tensor.n_bytes // n_rows, 16), 256)
-        layer = re.match(r"blk\.(\d+)\.", tensor.name)
-        if layer is None:
-            others[tensor.name] = n_bytes
-        elif tensor.name.endswith(_PREDICTORS):
-            predictors[int(layer[1])] += n_bytes
-            ranks.append(tensor.shape[1] if ".fc1." in tensor.name else 0)
-        else:
-            layers[int(layer[1])] += n_bytes
-    return DeviceBytes(
-        tuple(layers),
-        tuple(predictors),
-        others.get(Tensor.TOKEN_EMBD, 0),
-        others.get(Tensor.OUTPUT, 0),
-        max(ranks),
-    )
-
-
-def _round_up(n: int, to: int) -> int:
-    return -(-n // to) * to
 
 
 def _decode(value: native_lib.Value, name: str) -> Any:  # noqa: ANN401 - the type is the file's

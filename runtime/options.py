@@ -73,7 +73,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, several: bool = False)
         help="instruction set of the kernels, see --doctor (default: $PI_ISA, else the best one)",
     )
     _add_cpu_options(parser)
-    _add_gpu_options(parser)
+    _add_gpu_options(parser, several=several)
 
 
 def _add_cpu_options(parser: argparse.ArgumentParser) -> None:
@@ -114,29 +114,40 @@ def _range_cpus(text: str) -> tuple[int, ...]:
     return tuple(range(int(found[1]), int(found[2]) + 1))
 
 
-def _add_gpu_options(parser: argparse.ArgumentParser) -> None:
+def _add_gpu_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
     group = parser.add_argument_group("PowerInfer's GPU flags")
+    several_text = "; several with commas are measured one after the other" if several else ""
     group.add_argument(
         "--vram-budget",
         metavar="GIB",
         help="ceiling of GPU memory in GiB, or with a unit (6000MiB), over weights, KV cache, scratch and CUDA "
-        "context; whole layers go there as far as it allows; -1: what is free, less 512 MiB; 0 (default): CPU only",
-    )
-    group.add_argument(
-        "--reset-gpu-index",
-        action="store_true",
-        help="accepted for PowerInfer's command lines: no split is cached here, so there is nothing to reset",
+        "context; whole layers go there as far as it allows; -1: what is free, less 512 MiB; 0 (default): CPU only, a "
+        "GPU is not used unasked" + several_text,
     )
     group.add_argument(
         "--disable-gpu-index",
         action="store_true",
-        help="accepted for PowerInfer's command lines: no FFN is split",
+        help="split no layer by neurons: layers are whole, the last ones on the GPU as far as --vram-budget allows",
+    )
+    group.add_argument(
+        "--reset-gpu-index",
+        action="store_true",
+        help="accepted for PowerInfer's command lines: the split is computed from the budget at every start and "
+        "kept nowhere, so there is nothing to reset",
+    )
+    group.add_argument(
+        "--handover",
+        choices=("auto", "spin", "wait-value", "event"),
+        default="auto",
+        help="how the sides of a split layer wait for each other: kernels that poll, the stream's wait for a value, or "
+        "launches one after the other, where nothing on the GPU waits (for a GPU that also draws); default: as the "
+        "device allows",
     )
     group.add_argument(
         "-ngl",
         "--n-gpu-layers",
         metavar="N",
-        help="llama.cpp's way to place layers: refused, the budget in bytes is --vram-budget",
+        help="llama.cpp's way to place layers: refused, use --vram-budget",
     )
 
 
@@ -147,8 +158,8 @@ def check_gpu_options(args: argparse.Namespace) -> None:
             "-ngl is not supported: layers are not placed one by one",
             hint="use --vram-budget GIB, the memory that the GPU part may take",
         )
-    if args.vram_budget is not None:
-        _vram_budget(args)
+    for text in vram_budgets(args):
+        _vram_budget(text)
 
 
 def _parse_bytes(flag: str, text: str) -> float:
@@ -192,21 +203,30 @@ def _file_names(text: str) -> list[str]:
     return [text] if os.path.exists(text) else text.split(",")
 
 
-def _vram_budget(args: argparse.Namespace) -> int | None:
-    if args.vram_budget is None:
+def vram_budgets(args: argparse.Namespace) -> list[str | None]:
+    """Return the texts of --vram-budget, which may name several where -m may."""
+    if args.vram_budget is None or not isinstance(args.model, list):
+        return [args.vram_budget]
+    return list(args.vram_budget.split(","))
+
+
+def _vram_budget(text: str | None) -> int | None:
+    if text is None:
         return None
-    n_bytes = _parse_bytes("--vram-budget", args.vram_budget)
+    n_bytes = _parse_bytes("--vram-budget", text)
     if n_bytes >= 0:
         return int(n_bytes)
-    if args.vram_budget.strip() != "-1":
+    if text.strip() != "-1":
         raise UsageError(
-            f"--vram-budget {args.vram_budget} is out of range",
+            f"--vram-budget {text} is out of range",
             hint="give a size, 0 for the CPU alone or -1 for what is free",
         )
     return -1
 
 
-def plan_options(args: argparse.Namespace, threads: int | None, context: int | None) -> PlanOptions:
+def plan_options(
+    args: argparse.Namespace, threads: int | None, context: int | None, vram_budget: str | None
+) -> PlanOptions:
     """Return the planner's options from the flags of add_model_options and what each command counts."""
     from powerinfer_toolkit.runtime.plan.planner import PlanOptions
 
@@ -221,6 +241,7 @@ def plan_options(args: argparse.Namespace, threads: int | None, context: int | N
         sparse_threshold=args.sparse_threshold,
         isa=args.isa,
         ram_budget_bytes=_ram_budget(args),
-        vram_budget_bytes=_vram_budget(args),
+        vram_budget_bytes=_vram_budget(vram_budget),
         cpus=args.cpus,
+        handover=args.handover,
     )

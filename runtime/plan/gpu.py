@@ -1,123 +1,187 @@
-"""Plans with a GPU: whole layers with their KV go there as far as a budget allows, the others stay on the CPU.
+"""Plans with a GPU: what goes there under a budget, whole layers or the hot neurons of split ones.
 
-The budget is a ceiling over everything on the device: context, weights, KV cache, activations and scratch. The
-sizes counted here are those that runtime/native/src/gpu/stream.cpp and forward.cpp allocate.
+The budget is a ceiling over everything on the device: context, weights, KV cache, activations and scratch. Attention
+and KV cache go first; where they do not fit, whole layers stay on the CPU, from the first one on. What is left
+goes where it saves the most time of a token (cost.py), found by split.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 
-from powerinfer_toolkit.errors import DoesNotFit, PiError
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer_toolkit.errors import DoesNotFit
+from powerinfer_toolkit.runtime.plan.cost import Floats, Reads, balanced_pull, layer_cost
 from powerinfer_toolkit.runtime.plan.device import Device, probe_device
 from powerinfer_toolkit.runtime.plan.machine import Machine
+from powerinfer_toolkit.runtime.plan.need import (
+    gpu_need,
+    layer_kv_bytes,
+    layer_weight_bytes,
+    memory_need,
+)
 from powerinfer_toolkit.runtime.plan.plan import (
-    PAGE_TOKENS,
     FfnMode,
+    LayerPlace,
     Placement,
     Plan,
+    Side,
+    Tier,
     Unit,
     UnitKind,
+    layer_places,
 )
 from powerinfer_toolkit.runtime.plan.planner import (
     PlanOptions,
+    check_memory,
     format_bytes,
-    kv_token_bytes,
     plan_cpu,
+    plan_sizes,
 )
-from powerinfer_toolkit.runtime.plan.shape import DeviceBytes, ModelShape
+from powerinfer_toolkit.runtime.plan.profile import UNMEASURED, MachineProfile
+from powerinfer_toolkit.runtime.plan.shape import ModelShape
+from powerinfer_toolkit.runtime.plan.split import Problem, Solution, solve
 
 ALL_FREE = -1  # as a budget: what is free, less RESERVE_BYTES
 RESERVE_BYTES = 512 * 2**20  # left to other programs
-TILE_BYTES = 32 * 2**20  # that the device library dequantises at a time
-ROUNDING_BYTES = 16 * 2**20  # of allocations to pages of the device
-LOGIT_ROWS = 64  # rows of the head computed at a time
-
-
-@dataclass(frozen=True)
-class GpuNeed:
-    """Bytes that a placement takes on the device."""
-
-    context_bytes: int
-    weight_bytes: int
-    kv_bytes: int
-    working_bytes: int  # activations, lists and scratch
-
-    @property
-    def total_bytes(self) -> int:
-        """Everything."""
-        return self.context_bytes + self.weight_bytes + self.kv_bytes + self.working_bytes
-
-
-@dataclass(frozen=True)
-class _Choice:
-    first_layer: int  # layers from here on are on the GPU
-    embedding: bool
-    head: bool
+_MOST_STEPS = 128  # in which a layer's neurons are placed
 
 
 def plan_run(shape: ModelShape, options: PlanOptions, machine: Machine) -> Plan:
     """Return the plan of a run: on the CPU, and on the GPU as far as options.vram_budget_bytes says.
 
-    Raises what plan_cpu raises; PiError without a GPU that the budget could be of; DoesNotFit below the
-    least that a run on it takes.
+    A machine without a device is asked for its own. Raises what plan_cpu raises; PiError without a GPU that the
+    budget could be of; DoesNotFit below the least that a run on it takes.
     """
-    plan = plan_cpu(shape, options, machine)
     if not options.vram_budget_bytes:
-        return plan
-    return place(shape, plan, options.vram_budget_bytes, probe_device())
+        return plan_cpu(shape, options, machine)
+    plan = plan_sizes(shape, options, machine)
+    if plan.ffn_mode is FfnMode.PREDICTED and options.ffn is None and not plan.predict_all:
+        plan = dataclasses.replace(plan, predict_split_only=True)
+    device, profile = machine.device or probe_device(), machine.profile or UNMEASURED
+    asked = options.vram_budget_bytes
+    placed = place(shape, plan, asked, device, profile, may_split=options.split)
+    need = memory_need(shape, placed)
+    if need.pinned_bytes and need.total_bytes > machine.available_bytes:
+        profile = dataclasses.replace(profile, pull_bytes_per_second=0.0)
+        placed = place(shape, plan, asked, device, profile, may_split=options.split)
+        need = memory_need(shape, placed)
+    check_memory(need, placed.ram_budget_bytes, machine)
+    return placed
 
 
-def place(shape: ModelShape, plan: Plan, asked_bytes: int, device: Device) -> Plan:
-    """Return the plan with as many of the last layers on the GPU as the budget takes; ALL_FREE: what is free."""
+def place(
+    shape: ModelShape,
+    plan: Plan,
+    asked_bytes: int,
+    device: Device,
+    profile: MachineProfile = UNMEASURED,
+    *,
+    may_split: bool = False,
+) -> Plan:
+    """Return the plan with the placement that decodes fastest within the budget; ALL_FREE: what is free."""
     budget = _budget(asked_bytes, device)
-    for choice in _choices(shape):
-        if gpu_need(shape, plan, _placed(plan.units, choice), device).total_bytes <= budget:
-            units = _placed(plan.units, choice)
-            return dataclasses.replace(plan, units=units, vram_budget_bytes=budget)
-    least = gpu_need(shape, plan, _placed(plan.units, choice), device)
-    mebibytes = math.ceil(least.total_bytes / 2**20)
-    raise DoesNotFit(
-        f"a run on {device.name} takes at least {mebibytes} MiB: context {format_bytes(least.context_bytes)}, one "
-        f"layer {format_bytes(least.weight_bytes)}, its KV cache {format_bytes(least.kv_bytes)}, activations and "
-        f"scratch {format_bytes(least.working_bytes)}; the budget is {format_bytes(budget)}",
-        hint=f"--vram-budget {mebibytes}MiB is the least; a smaller context (-c) or batch (-b) takes less, 0 runs "
-        "on the CPU",
-    )
+    everything = _finished(shape, plan, tuple(_moved(u, True) for u in plan.units), budget)
+    if gpu_need(shape, everything, everything.units, device).total_bytes <= budget:
+        return everything
+    masked = dataclasses.replace(plan, predict_split_only=False)
+    for asked, head in ((plan, True), (masked, True), (masked, False)):
+        layers = _Layers(shape, asked, profile)
+        fixed = tuple(_moved(u, head and u.kind is UnitKind.HEAD) for u in plan.units)
+        left = budget - gpu_need(shape, asked, fixed, device).total_bytes
+        solution = solve(layers.problem(left, may_split=may_split))
+        if solution is not None:
+            return _finished(shape, asked, _with_layers(fixed, layers.places(solution)), budget)
+    raise _too_small(shape, masked, budget, device, may_split=may_split)
 
 
 def gpu_layers(plan: Plan) -> list[int]:
-    """Return the layers that are on the GPU."""
-    return [
-        u.layer for u in plan.units if u.kind is UnitKind.NEURONS and u.placement is Placement.GPU
-    ]
+    """Return the layers that are wholly on the GPU."""
+    n_layers = 1 + max(unit.layer for unit in plan.units)
+    return [p.layer for p in layer_places(plan.units, n_layers) if p.side is Side.GPU]
 
 
-def gpu_need(shape: ModelShape, plan: Plan, units: tuple[Unit, ...], device: Device) -> GpuNeed:
-    """Return what these units take on the device under the plan's sizes."""
-    sizes = _sizes(shape)
-    here = {(u.kind, u.layer) for u in units if u.placement is Placement.GPU}
-    layers = [i for i in range(shape.n_layers) if (UnitKind.NEURONS, i) in here]
-    weights = sum(sizes.layers[i] for i in layers)
-    if plan.tiers[0].ffn_mode is FfnMode.PREDICTED:
-        weights += sum(sizes.predictors[i] for i in layers)
-    embedding, head = (UnitKind.EMBEDDING, 0) in here, (UnitKind.HEAD, 0) in here
-    if head:
-        weights += 256 * math.ceil(shape.n_embd / 64) + (sizes.head or sizes.embedding)
-    if embedding and not (head and sizes.head == 0):
-        weights += sizes.embedding
-    kv = plan.n_kv_pages * PAGE_TOKENS * kv_token_bytes(shape, plan) // shape.n_layers * len(layers)
-    working = _working_bytes(shape, plan, sizes.predictor_rank, device)
-    return GpuNeed(device.context_bytes, weights, kv, working)
+class _Layers:
+    """What each layer costs, by where it and its neurons are."""
+
+    def __init__(self, shape: ModelShape, plan: Plan, profile: MachineProfile) -> None:
+        self._shape, self._plan, self._profile = shape, plan, profile
+        self._reads = Reads(shape, plan)
+        self._step = max(layer.neuron_step for layer in shape.parts.layers)
+        self._step *= math.ceil(shape.n_ff / self._step / _MOST_STEPS)
+        self._counts = np.arange(0, shape.n_ff, self._step)
+
+    def problem(self, budget_bytes: float, *, may_split: bool) -> Problem:
+        """Return the choice that is to be made, in numbers."""
+        n = range(self._shape.n_layers)
+        return Problem(
+            budget_bytes=budget_bytes,
+            cpu_seconds=np.array([self._whole_seconds(_on_cpu(layer)) for layer in n]),
+            gpu_seconds=np.array([self._whole_seconds(self._filled(layer)) for layer in n]),
+            gpu_bytes=np.array([self._bytes(self._filled(layer)) for layer in n]),
+            split_seconds=np.stack([self._split_seconds(layer) for layer in n]),
+            split_bytes=np.stack([self._split_bytes(layer) for layer in n]),
+            may_split=may_split,
+            # On a CPU exact gates are dear: with layers there, those that the file may mask are masked everywhere.
+            may_leave=not self._plan.predict_split_only,
+        )
+
+    def places(self, solution: Solution) -> list[LayerPlace]:
+        """Return where a solution has the layers."""
+        places = [_on_cpu(layer) for layer in range(solution.n_cpu)]
+        for layer in range(solution.n_cpu, self._shape.n_layers):
+            split = self._split_place(layer, int(self._counts[solution.steps[layer]]))
+            places.append(self._filled(layer) if solution.whole[layer] else split)
+        return places
+
+    def _filled(self, layer: int) -> LayerPlace:
+        return LayerPlace(layer, Side.GPU, self._shape.n_ff, self._shape.n_ff)
+
+    def _bytes(self, place: LayerPlace) -> float:
+        kv_bytes = layer_kv_bytes(self._shape, self._plan)
+        return kv_bytes + layer_weight_bytes(self._shape, self._plan, place)
+
+    def _whole_seconds(self, place: LayerPlace) -> float:
+        return layer_cost(self._reads, place, self._profile, 0.0).seconds
+
+    def _split_bytes(self, layer: int) -> Floats:
+        base = self._bytes(_split(layer))
+        neurons = self._shape.parts.layers[layer].device_neurons
+        return np.array([base + neurons(int(n)) for n in self._counts])
+
+    def _split_seconds(self, layer: int) -> Floats:
+        place = _split(layer)
+        hot, cold = self._hot_and_cold(place, self._counts)
+        _, seconds = balanced_pull(hot, cold, self._profile)
+        always = self._reads.always(place) / self._profile.gpu_bytes_per_second
+        return seconds + always + self._profile.handover(self._plan.handover)
+
+    def _hot_and_cold(self, place: LayerPlace, n_hot: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        hot = self._reads.before(place, n_hot)
+        return hot, self._reads.neurons(place)[-1] - hot
+
+    def _split_place(self, layer: int, n_hot: int) -> LayerPlace:
+        """Return a split layer with as many neurons pulled as the GPU has the time for."""
+        place, unit = _split(layer), self._shape.parts.layers[layer].neuron_step
+        hot, cold = self._hot_and_cold(place, np.array([n_hot]))
+        pulled, _ = balanced_pull(hot, cold, self._profile)
+        if pulled[0] == 0.0:
+            return LayerPlace(layer, Side.SPLIT, n_hot, n_hot)
+        if pulled[0] >= cold[0]:
+            return LayerPlace(layer, Side.SPLIT, n_hot, self._shape.n_ff)
+        n_pull = self._reads.count(place, float(hot[0] + pulled[0]))
+        return LayerPlace(layer, Side.SPLIT, n_hot, max(n_hot, round(n_pull / unit) * unit))
 
 
-def _sizes(shape: ModelShape) -> DeviceBytes:
-    if shape.device is None:
-        raise PiError("the shape says nothing of a GPU's memory")
-    return shape.device
+def _on_cpu(layer: int) -> LayerPlace:
+    return LayerPlace(layer, Side.CPU, 0, 0)
+
+
+def _split(layer: int) -> LayerPlace:
+    return LayerPlace(layer, Side.SPLIT, 0, 0)
 
 
 def _budget(asked_bytes: int, device: Device) -> int:
@@ -127,35 +191,57 @@ def _budget(asked_bytes: int, device: Device) -> int:
     return min(asked_bytes, most)
 
 
-def _choices(shape: ModelShape) -> Iterator[_Choice]:
-    """Yield placements from the largest to the smallest."""
-    yield _Choice(0, embedding=True, head=True)
-    for first in range(shape.n_layers):
-        yield _Choice(first, embedding=False, head=True)
-    yield _Choice(shape.n_layers - 1, embedding=False, head=False)
+def _moved(unit: Unit, on_gpu: bool) -> Unit:
+    return dataclasses.replace(unit, placement=Placement.GPU if on_gpu else Placement.CPU)
 
 
-def _placed(units: tuple[Unit, ...], choice: _Choice) -> tuple[Unit, ...]:
-    def here(unit: Unit) -> bool:
-        if unit.kind is UnitKind.EMBEDDING:
-            return choice.embedding
-        return choice.head if unit.kind is UnitKind.HEAD else unit.layer >= choice.first_layer
+def _with_layers(units: tuple[Unit, ...], places: list[LayerPlace]) -> tuple[Unit, ...]:
+    """Return the units with every layer's where `places` says."""
+    placed: list[Unit] = []
+    for unit in units:
+        if unit.kind in (UnitKind.EMBEDDING, UnitKind.HEAD):
+            placed.append(unit)
+        elif unit.kind is UnitKind.NEURONS:
+            placed += _neuron_units(unit, places[unit.layer])
+        else:
+            placed.append(_moved(unit, places[unit.layer].side is not Side.CPU))
+    return tuple(placed)
 
-    side = {True: Placement.GPU, False: Placement.CPU}
-    return tuple(dataclasses.replace(unit, placement=side[here(unit)]) for unit in units)
+
+def _neuron_units(whole: Unit, place: LayerPlace) -> list[Unit]:
+    ranges = [
+        (0, place.n_hot, Placement.GPU),
+        (place.n_hot, place.n_pull, Placement.PULL),
+        (place.n_pull, whole.end, Placement.CPU),
+    ]
+    return [Unit(whole.kind, whole.layer, *rest) for rest in ranges if rest[0] < rest[1]]
 
 
-def _working_bytes(shape: ModelShape, plan: Plan, rank: int, device: Device) -> int:
-    n, n_q = plan.max_batch_tokens, shape.n_heads * shape.head_dim
-    n_kv = shape.n_kv_heads * shape.head_dim
-    row = 3 * shape.n_embd + 2 * n_q + 2 * n_kv + shape.n_rot
-    floats = n * row + min(n, LOGIT_ROWS) * shape.n_vocab
-    lists = 2 * n * shape.n_ff + 5 * shape.n_ff + rank + 2 * n + n * math.ceil(shape.n_ff / 64) * 2
-    pages = math.ceil(plan.n_context / PAGE_TOKENS)
-    step = 6 * n + min(n, plan.n_sequences) * pages + 2 * n * math.ceil(n / 64)
-    attention = (n * shape.n_heads + 4 * device.n_processors) * (shape.head_dim + 2)
-    sums = (2 * device.n_processors + shape.n_embd // 1024 + 1) * 1024
-    longest = max(shape.n_ff, shape.n_embd, n_q) + 32
-    halves = n * (2 * longest + 4)
-    tile = TILE_BYTES + 64 * longest
-    return 4 * (floats + lists + step + max(attention, sums)) + halves + tile + ROUNDING_BYTES
+def _finished(shape: ModelShape, plan: Plan, units: tuple[Unit, ...], budget: int) -> Plan:
+    """Return the plan with its placement; without a split layer nothing is predicted where only they would be."""
+    plan = dataclasses.replace(plan, units=units, vram_budget_bytes=budget)
+    split = any(p.side is Side.SPLIT for p in layer_places(units, shape.n_layers))
+    if split or not plan.predict_split_only:
+        return plan
+    exact = (Tier(plan.max_batch_tokens, FfnMode.EXACT),)
+    return dataclasses.replace(plan, tiers=exact, predict_split_only=False)
+
+
+def _too_small(
+    shape: ModelShape, plan: Plan, budget: int, device: Device, *, may_split: bool
+) -> DoesNotFit:
+    """Say what the least placement takes: the last layer, without its neurons where it may be split."""
+    last = shape.n_layers - 1
+    n = 0 if may_split else shape.n_ff
+    places = [_on_cpu(layer) for layer in range(last)]
+    places.append(LayerPlace(last, Side.SPLIT if may_split else Side.GPU, n, n))
+    least = gpu_need(shape, plan, _with_layers(plan.units, places), device)
+    mebibytes = math.ceil(least.total_bytes / 2**20)
+    part = "attention and predictor of a layer" if may_split else "one layer"
+    return DoesNotFit(
+        f"a run on {device.name} takes at least {mebibytes} MiB: context {format_bytes(least.context_bytes)}, {part} "
+        f"{format_bytes(least.weight_bytes)}, its KV cache {format_bytes(least.kv_bytes)}, activations and scratch "
+        f"{format_bytes(least.working_bytes)}; the budget is {format_bytes(budget)}",
+        hint=f"--vram-budget {mebibytes}MiB is the least; a smaller context (-c) or batch (-b) takes less, 0 runs "
+        "on the CPU",
+    )

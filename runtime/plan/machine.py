@@ -1,14 +1,19 @@
-"""The machine as this process may use it: cores and memory, within affinity and cgroup limits."""
+"""The machine as this process may use it: cores and memory within affinity and cgroup limits, and its GPU."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Self
 
-from powerinfer_toolkit.errors import UsageError
+from powerinfer_toolkit.errors import PiError, UsageError
+from powerinfer_toolkit.runtime.plan.device import Device
+from powerinfer_toolkit.runtime.plan.profile import MachineProfile
 
 _CGROUP = Path("sys/fs/cgroup")
 
@@ -20,6 +25,46 @@ class Machine:
     n_cores: int  # physical cores, at most the cgroup's CPU quota
     n_cpus: int  # logical processors in the affinity mask
     available_bytes: int  # memory that can be taken without swapping
+    device: Device | None = None  # its GPU, where one was looked for
+    profile: MachineProfile | None = None  # how fast it reads weights, where that is known
+
+    def to_record(self) -> dict[str, Any]:
+        """Return what from_json reads, as a dictionary."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return a machine that a file describes; PiError for what describes none."""
+        try:
+            record = json.loads(text)
+            device, profile = record.pop("device", None), record.pop("profile", None)
+            machine = cls(
+                **record,
+                device=Device(**device) if device else None,
+                profile=MachineProfile(**profile) if profile else None,
+            )
+            _check_described(machine)
+        except (ValueError, TypeError, AttributeError) as failure:
+            raise PiError(
+                f"not a machine: {failure}",
+                hint="pi-run --dry-run --json prints one under expected.machine; see docs/plan.md",
+            ) from failure
+        return machine
+
+
+def _check_described(machine: Machine) -> None:
+    """ValueError for numbers that no machine has."""
+    device, profile = machine.device, machine.profile
+    positive: list[object] = [machine.n_cores, machine.n_cpus, machine.available_bytes]
+    if device is not None:
+        positive += [device.n_processors, device.total_bytes, device.free_bytes]
+        positive += [device.context_bytes]
+    if profile is not None:
+        positive += [profile.gpu_bytes_per_second, profile.cpu_bytes_per_second]
+        positive += [profile.cpu_beside_bytes_per_second]
+    for value in positive:
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{value!r} is no positive number")
 
 
 def probe(root: Path = Path("/"), *, cpus: Sequence[int] | None = None) -> Machine:

@@ -9,8 +9,9 @@ import ctypes as ct
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 from powerinfer_toolkit.errors import PiError
@@ -69,6 +70,24 @@ class Unit:
     placement: Placement = Placement.CPU
 
 
+class Side(StrEnum):
+    """Where a layer is computed."""
+
+    CPU = "CPU"
+    GPU = "GPU"
+    SPLIT = "split"
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """Where a layer and its neurons are: [0, n_hot) on the GPU, [n_hot, n_pull) pulled, the others on the CPU."""
+
+    layer: int
+    side: Side
+    n_hot: int
+    n_pull: int
+
+
 @dataclass(frozen=True)
 class Tier:
     """The FFN mode of steps with at most `max_tokens` new tokens (and more than the tier before)."""
@@ -110,6 +129,11 @@ class Plan:
         predicted = [t.max_tokens for t in self.tiers if t.ffn_mode is FfnMode.PREDICTED]
         return max(predicted, default=0)
 
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether anything is on the GPU."""
+        return any(unit.placement is Placement.GPU for unit in self.units)
+
     def to_json(self) -> str:
         """Return the plan as JSON: enums by lower-case name, with a schema number."""
         document = {"schema": SCHEMA, **dataclasses.asdict(self)}
@@ -120,6 +144,7 @@ class Plan:
         """Read what to_json wrote; PiError when the text is no plan of this schema."""
         try:
             document = json.loads(text)
+            document.pop("expected", None)  # what a dry run adds
             schema = document.pop("schema")
             if schema != SCHEMA:
                 raise ValueError(f"its schema is {schema}, this version writes {SCHEMA}")
@@ -156,6 +181,27 @@ class Plan:
             predict_split_only=self.predict_split_only,
             handover=self.handover,
         )
+
+
+def layer_places(units: Iterable[Unit], n_layers: int) -> list[LayerPlace]:
+    """Return where units put each layer."""
+    attention = [Placement.CPU] * n_layers
+    n_hot, n_pull, n_all = [0] * n_layers, [0] * n_layers, [0] * n_layers
+    for unit in units:
+        if unit.kind is UnitKind.ATTENTION:
+            attention[unit.layer] = unit.placement
+        elif unit.kind is UnitKind.NEURONS:
+            n_all[unit.layer] = unit.end
+            if unit.placement is not Placement.CPU:
+                n_pull[unit.layer] = unit.end
+            if unit.placement is Placement.GPU:
+                n_hot[unit.layer] = unit.end
+    places = []
+    for layer in range(n_layers):
+        on_gpu = Side.GPU if n_hot[layer] == n_all[layer] else Side.SPLIT
+        side = Side.CPU if attention[layer] is Placement.CPU else on_gpu
+        places.append(LayerPlace(layer, side, n_hot[layer], n_pull[layer]))
+    return places
 
 
 def _plain(value: object) -> object:

@@ -12,9 +12,11 @@ from typing import TypeVar
 from powerinfer_toolkit.errors import DoesNotFit, UsageError
 from powerinfer_toolkit.gguf_format import Activation, TensorType
 from powerinfer_toolkit.runtime.plan.machine import Machine
+from powerinfer_toolkit.runtime.plan.need import MemoryNeed, memory_need
 from powerinfer_toolkit.runtime.plan.plan import (
     PAGE_TOKENS,
     FfnMode,
+    HandOver,
     Plan,
     Tier,
     Unit,
@@ -28,15 +30,12 @@ MAX_BATCH = 65536
 MAX_SEQUENCES = 4096
 MAX_THREADS = 1024
 THREADS_PER_CPU = 4
-# Measured: pi-run with a vocabulary of 300 and of 49,152 tokens; packed tiles and the stack of a thread.
-PROGRAM_BYTES = 48 * 2**20
-TOKENIZER_BYTES = 512  # for each token of the vocabulary
-THREAD_BYTES = 2**20
 MAX_PERPLEXITY_LOSS = 0.01  # above it predicted mode is never chosen unasked
 # Steps this small are masked; larger ones touch nearly every neuron anyway, so they run exactly.
 PREDICTION_TIERS = (1, 4, 16)
 KV_TYPES = {"f32": TensorType.F32, "f16": TensorType.F16}
 ACTIVATION_TYPES = {"f32": TensorType.F32, "q8_0": TensorType.Q8_0}
+HANDOVERS = {member.name.lower().replace("_", "-"): member for member in HandOver}
 T = TypeVar("T")
 _FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 
@@ -49,7 +48,9 @@ class PlanOptions:
     line: `ffn` dense, exact, predicted; `kv_type` f32, f16; `activation_type` f32, q8_0. `ram_budget_bytes` is
     a ceiling over everything in MemoryNeed; without one only what has to be allocated is held against the
     available memory, since mapped weights can be read again. `vram_budget_bytes`: None or 0 runs on the CPU,
-    -1 takes what is free on the GPU (see gpu.py). `cpus` are the logical processors of the threads.
+    -1 takes what is free on the GPU (see gpu.py). Without `split` every layer is whole on one side; `handover`
+    is how the sides of a split one wait: auto, spin, wait-value, event. `cpus` are the logical processors of
+    the threads.
     """
 
     threads: int | None = None
@@ -65,26 +66,8 @@ class PlanOptions:
     ram_budget_bytes: int | None = None
     vram_budget_bytes: int | None = None
     cpus: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class MemoryNeed:
-    """Bytes that a run takes; scratch and program are upper estimates."""
-
-    weight_bytes: int  # of the mapped file, those that the plan's FFN modes read
-    kv_bytes: int
-    scratch_bytes: int
-    program_bytes: int  # interpreter, libraries and tokenizer
-
-    @property
-    def allocated_bytes(self) -> int:
-        """KV cache and scratch together."""
-        return self.kv_bytes + self.scratch_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """Everything."""
-        return self.weight_bytes + self.allocated_bytes + self.program_bytes
+    split: bool = False
+    handover: str | None = None
 
 
 def plan_cpu(shape: ModelShape, options: PlanOptions, machine: Machine) -> Plan:
@@ -93,6 +76,13 @@ def plan_cpu(shape: ModelShape, options: PlanOptions, machine: Machine) -> Plan:
     Raises UsageError for an option that this model or machine cannot honour, DoesNotFit when the KV cache
     and scratch exceed the available memory, or the whole run a budget.
     """
+    plan = plan_sizes(shape, options, machine)
+    check_memory(memory_need(shape, plan), plan.ram_budget_bytes, machine)
+    return plan
+
+
+def plan_sizes(shape: ModelShape, options: PlanOptions, machine: Machine) -> Plan:
+    """Return the plan on the CPU without a look at memory: modes, sizes, types. Raises UsageError."""
     mode = choose_ffn_mode(shape, options.ffn, options.predict_all)
     n_context = _choose_context(shape, options.context)
     n_sequences = _in_range("sequences", options.sequences, 1, MAX_SEQUENCES)
@@ -100,7 +90,7 @@ def plan_cpu(shape: ModelShape, options: PlanOptions, machine: Machine) -> Plan:
     batch = min(batch, n_context * n_sequences)
     floats = shape.float32_weights or options.activation_type == "f32"
     kv_name = options.kv_type or ("f32" if floats else "f16")
-    plan = Plan(
+    return Plan(
         units=_units(shape),
         tiers=_tiers(mode, batch, options.predict_all),
         n_threads=_choose_threads(options, machine),
@@ -117,9 +107,8 @@ def plan_cpu(shape: ModelShape, options: PlanOptions, machine: Machine) -> Plan:
         isa=options.isa,
         ram_budget_bytes=_checked_budget(options.ram_budget_bytes),
         cpus=options.cpus,
+        handover=_by_name("hand-over", options.handover or "auto", HANDOVERS),
     )
-    _check_memory(memory_need(shape, plan), plan.ram_budget_bytes, machine)
-    return plan
 
 
 def available_modes(shape: ModelShape) -> tuple[FfnMode, ...]:
@@ -254,26 +243,8 @@ def _tiers(mode: FfnMode, batch: int, predict_all: bool) -> tuple[Tier, ...]:
     return (*(Tier(n, FfnMode.PREDICTED) for n in small), last)
 
 
-def memory_need(shape: ModelShape, plan: Plan) -> MemoryNeed:
-    """Return what the plan takes; scratch as if every token's logits were wanted."""
-    n_heads = shape.n_heads + 2 * shape.n_kv_heads
-    row = 4 * shape.n_embd + 2 * n_heads * shape.head_dim + 4 * shape.n_ff + shape.n_vocab
-    untouched = 0 if plan.predicted_tokens else shape.predictor_bytes
-    return MemoryNeed(
-        weight_bytes=shape.weight_bytes - untouched,
-        kv_bytes=plan.n_kv_pages * PAGE_TOKENS * kv_token_bytes(shape, plan),
-        scratch_bytes=4 * row * plan.max_batch_tokens + THREAD_BYTES * plan.n_threads,
-        program_bytes=PROGRAM_BYTES + TOKENIZER_BYTES * shape.n_vocab,
-    )
-
-
-def kv_token_bytes(shape: ModelShape, plan: Plan) -> int:
-    """Return what the KV cache holds of one token."""
-    element_bytes = 4 if plan.kv_type is TensorType.F32 else 2
-    return 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * element_bytes
-
-
-def _check_memory(need: MemoryNeed, budget: int | None, machine: Machine) -> None:
+def check_memory(need: MemoryNeed, budget: int | None, machine: Machine) -> None:
+    """Raise DoesNotFit for what exceeds the budget, or must be allocated and exceeds the available memory."""
     available = machine.available_bytes
     if budget is None and need.allocated_bytes > available:
         raise DoesNotFit(
@@ -286,7 +257,7 @@ def _check_memory(need: MemoryNeed, budget: int | None, machine: Machine) -> Non
         limit = "the budget is" if budget <= available else "the memory available is"
         raise DoesNotFit(
             f"this run needs {_mebibytes(need.total_bytes)} of memory: weights "
-            f"{format_bytes(need.weight_bytes)}, KV cache {format_bytes(need.kv_bytes)}, scratch "
+            f"{format_bytes(need.weight_bytes + need.pinned_bytes)}, KV cache {format_bytes(need.kv_bytes)}, scratch "
             f"{format_bytes(need.scratch_bytes)}, program {format_bytes(need.program_bytes)}; "
             f"{limit} {format_bytes(min(budget, available))}",
             hint=f"with these settings --ram-budget {_mebibytes(need.total_bytes)} is the least; a smaller "

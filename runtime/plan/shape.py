@@ -4,18 +4,75 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import Activation
+
+NEURON_STEP = 32  # a split lies at multiples of it
 
 
 @dataclass(frozen=True)
-class DeviceBytes:
-    """Bytes that the parts of a model take in the memory of a GPU."""
+class Columns:
+    """A plain ffn_down, where a neuron is a column: n_rows rows of blocks along the neurons."""
 
-    layers: tuple[int, ...]  # weights of each layer, its predictor apart
-    predictors: tuple[int, ...]  # of each layer, 0 without one
+    n_rows: int
+    block_elements: int
+    block_bytes: int
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of the parts of a layer; those of `device_` in the memory of a GPU, the others in the file.
+
+    A GPU pads rows to 16 bytes and tensors to 256 (runtime/native/cuda/layout.h, memory.cu).
+    """
+
+    attention: int  # with both norms and the biases
+    gate: int
+    up_down: int
+    predictor: int  # fc1 and fc2; 0 without one
+    device_attention: int
+    device_predictor: int
+    device_rows: tuple[int, ...]  # from a neuron to the next, of gate, up and down_t
+    device_columns: Columns | None = None  # the plain ffn_down instead of down_t
+
+    @property
+    def neuron_step(self) -> int:
+        """Neurons by which a split moves: whole blocks of every matrix, and words of the masks."""
+        return max(NEURON_STEP, self.device_columns.block_elements if self.device_columns else 0)
+
+    def device_neurons(self, n: int) -> int:
+        """Return what n neurons take on a GPU."""
+        total = sum(round_up(n * stride, 256) for stride in self.device_rows)
+        if self.device_columns is None or n == 0:
+            return total
+        columns = self.device_columns
+        stride = round_up(-(-n // columns.block_elements) * columns.block_bytes, 16)
+        return total + round_up(columns.n_rows * stride, 256)
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Bytes of the parts of a model."""
+
+    layers: tuple[LayerBytes, ...]
     embedding: int
     head: int  # 0 where the embedding serves
-    predictor_rank: int  # of the largest
+    output_norm: int
+    device_embedding: int
+    device_head: int
+    predictor_rank: int  # of the largest predictor
+
+
+@dataclass(frozen=True)
+class Firing:
+    """How often a layer's neurons fire, by what the file records.
+
+    `coverage` has COVERAGE_POINTS points, share of the hottest neurons -> share of the activations; it is empty where
+    the file has none or is not sorted by it, and every neuron is then alike.
+    """
+
+    density: float  # mean share of the neurons that fire at a token
+    coverage: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,9 +105,26 @@ class ModelShape:
     )
     perplexity_loss: float | None = None  # of predicted mode as the file records it; 0.01 = 1%
     predictor_bytes: int = 0  # of weight_bytes, the part that only predicted mode reads
-    device: DeviceBytes | None = None  # what the parts take on a GPU
+    sizes: ModelBytes | None = None  # of the parts
+    firing: tuple[Firing, ...] = ()  # of each layer; empty: not known
+    predicted_density: float | None = (
+        None  # mean share of the neurons that the predictors let through
+    )
+    exact_layers: tuple[bool, ...] = ()  # layers whose predictor is not used; empty: none
 
     @property
     def predictable(self) -> bool:
         """Whether predicted mode can drop neurons: all-zero predictors let every neuron through."""
         return self.has_predictors and self.predictor_kind == "mlp"
+
+    @property
+    def parts(self) -> ModelBytes:
+        """The sizes of the parts; PiError for a shape that came without them."""
+        if self.sizes is None:
+            raise PiError("the shape says nothing of the sizes of its parts")
+        return self.sizes
+
+
+def round_up(n: int, to: int) -> int:
+    """Return the next multiple of `to`."""
+    return -(-n // to) * to

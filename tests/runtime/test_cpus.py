@@ -9,7 +9,7 @@ import pytest
 
 from parity.small_plan import MACHINE, SHAPE
 from powerinfer_toolkit.errors import UsageError
-from powerinfer_toolkit.runtime import Model, options, report
+from powerinfer_toolkit.runtime import Model, options, plan_report
 from powerinfer_toolkit.runtime.bench import main as pi_bench
 from powerinfer_toolkit.runtime.plan.machine import probe
 from powerinfer_toolkit.runtime.plan.plan import Plan
@@ -75,6 +75,6 @@ def test_a_processor_of_others_is_refused():
 
 def test_more_threads_than_cores_are_said():
     enough, more = (plan_cpu(SHAPE, PlanOptions(threads=n), MACHINE) for n in (4, 5))
-    assert report.warnings(SHAPE, enough, MACHINE) == []
-    (text,) = report.warnings(SHAPE, more, MACHINE)
+    assert plan_report.warnings(SHAPE, enough, MACHINE) == []
+    (text,) = plan_report.warnings(SHAPE, more, MACHINE)
     assert "5 threads share the 4 cores" in text

@@ -11,9 +11,10 @@ from powerinfer_toolkit.runtime import bench, bench_report
 from powerinfer_toolkit.runtime.bench import main
 from powerinfer_toolkit.runtime.model_file import ModelFile
 from powerinfer_toolkit.runtime.plan.bandwidth import Bandwidth
+from powerinfer_toolkit.runtime.plan.cost import Reads, Shares, token_cost
 from powerinfer_toolkit.runtime.plan.machine import probe
 from powerinfer_toolkit.runtime.plan.planner import PlanOptions, plan_cpu
-from powerinfer_toolkit.runtime.plan.traffic import WeightBytes, decode_bytes, weight_bytes
+from powerinfer_toolkit.runtime.plan.profile import UNMEASURED
 from refusals import assert_refused, run_command
 
 RATE = 1e9  # bytes a second
@@ -83,32 +84,28 @@ def test_prompts_alone_need_no_bandwidth(relu, monkeypatch, capsys):
 
 def test_bytes_of_a_token(synthetic_gguf):
     """By hand: E 96, F 160, L 2, V 293, 6 and 2 heads of 16, predictors of rank 8, all F32."""
+    attention = 2 * (96 * 96 + 32 * 96) + 2 * 96
+    always = 4 * (96 + 96 + 293 * 96 + 2 * attention)
+    ffn, predictor = 4 * 2 * 160 * 96, 4 * 2 * 8 * (96 + 160)
+    need = {}
     with ModelFile(synthetic_gguf("predictors")) as file:
-        found = weight_bytes(file.tensors(), file.shape)
-        attention = 2 * (96 * 96 + 32 * 96) + 2 * 96
-        always = 4 * (96 + 96 + 293 * 96 + 2 * attention)
-        ffn = 4 * 2 * 160 * 96
-        assert found == WeightBytes(always, ffn, 2 * ffn, 4 * 2 * 8 * (96 + 160))
-        need = {}
         for mode in ("dense", "exact", "predicted"):
             plan = plan_cpu(file.shape, PlanOptions(ffn=mode, threads=1), probe())
-            need[mode] = decode_bytes(
-                *(found, file.shape, plan),
-                n_positions=10,
-                active_share=0.25 if mode != "dense" else 1,
-                guessed_share=0.5 if mode == "predicted" else 1,
-            )
+            shares = Shares(0.25, 0.5 if mode == "predicted" else 1.0)
+            cost = token_cost(file.shape, plan, UNMEASURED, shares=shares, n_positions=10)
+            need[mode] = cost.n_bytes
     base = always + 10 * 2 * 2 * 32 * 4  # and the KV cache, F32
-    assert need["dense"] == base + 3 * ffn
-    assert need["exact"] == base + ffn + 0.5 * ffn
-    assert need["predicted"] == base + 0.5 * ffn + 0.5 * ffn + found.predictor
+    assert need["dense"] == pytest.approx(base + 3 * ffn)
+    assert need["exact"] == pytest.approx(base + ffn + 0.5 * ffn)
+    assert need["predicted"] == pytest.approx(base + 0.5 * ffn + 0.5 * ffn + predictor)
 
 
 def test_a_tied_head_is_read_whole(synthetic_gguf):
     sizes = []
     for tied in (False, True):
         with ModelFile(synthetic_gguf("relu", tied=tied)) as file:
-            sizes.append(weight_bytes(file.tensors(), file.shape).always)
+            plan = plan_cpu(file.shape, PlanOptions(), probe())
+            sizes.append(Reads(file.shape, plan).head())
     assert sizes[0] - sizes[1] == 4 * 96  # the row that is looked up
 
 

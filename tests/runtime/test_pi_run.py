@@ -349,7 +349,7 @@ def test_what_does_not_fit(pi_run, dense, monkeypatch):
     from powerinfer_toolkit.runtime import actions
     from powerinfer_toolkit.runtime.plan.machine import Machine
 
-    monkeypatch.setattr(actions, "probe", lambda **_: Machine(1, 1, 10**6))
+    monkeypatch.setattr(actions, "look", lambda _: Machine(1, 1, 10**6))
     said = pi_run("-m", dense, "--dry-run")
     assert said.code == 3
     assert "KiB of memory are available" in said.err
