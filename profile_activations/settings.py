@@ -50,5 +50,6 @@ class ProfileSettings:
         check_seed(self.seed)
         if self.max_tokens is not None and self.max_tokens < self.max_length:
             raise UsageError(
-                f"max_tokens {self.max_tokens} is less than a block of {self.max_length}"
+                f"max_tokens {self.max_tokens} is less than a block of {self.max_length}",
+                hint="raise max_tokens or lower max_length",
             )

@@ -33,7 +33,10 @@ def check(recipe: Recipe) -> None:
         raise UsageError(f"{recipe.name} has no section relufy", hint="a recipe begins with it")
     for stage, needed in NEEDS.items():
         if stage in found and needed not in found:
-            raise UsageError(f"{recipe.name}: {stage} needs the section {needed}")
+            raise UsageError(
+                f"{recipe.name}: {stage} needs the section {needed}",
+                hint="add it, or leave this stage out",
+            )
     relufy.check(dataclasses.replace(found["relufy"], output_dir=OUTPUT_DIR))
     if "verify" in found and found["verify"].predictors is not None:
         raise UsageError("verify.predictors are those of the run", hint="leave it out")
@@ -53,7 +56,8 @@ def _check_variant(found: dict[str, Any]) -> None:
         for stage in ("profile", "train_predictor"):
             if stage in found and not found[stage].trust_remote_code:
                 raise UsageError(
-                    f"{stage}.trust_remote_code is false, but dReLU has its code in the checkpoint"
+                    f"{stage}.trust_remote_code is false, but dReLU has its code in the checkpoint",
+                    hint="trust_remote_code: true, after reading modeling_*.py of the checkpoint",
                 )
         if convert is not None:
             raise UsageError(

@@ -128,7 +128,8 @@ def read(named: str, flags: Mapping[str, Mapping[str, str]] | None = None) -> Re
         wanted: type = str if key in TEXTS else dict
         if not isinstance(value or wanted(), wanted):
             raise UsageError(
-                f"{path}: {key} is {value!r}, not {'text' if wanted is str else 'a mapping'}"
+                f"{path}: {key} is {value!r}, not {'text' if wanted is str else 'a mapping'}",
+                hint="docs/recipes.md shows a whole recipe",
             )
     settings: dict[str, Any] = {}
     for stage, found in known.items():
@@ -137,6 +138,9 @@ def read(named: str, flags: Mapping[str, Mapping[str, str]] | None = None) -> Re
             where = f"{path}: {stage}"
             settings[stage] = schema.resolve(found, content[stage] or {}, given, where, stage)
         elif given:
-            raise UsageError(f"--{stage}.{next(iter(given))}: {path} has no section {stage}")
+            raise UsageError(
+                f"--{stage}.{next(iter(given))}: {path} has no section {stage}",
+                hint="add the section, or leave the flag out",
+            )
     name = content.get("name") or name
     return Recipe(name, content.get("description") or "", content.get("license") or "", settings)

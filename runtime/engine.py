@@ -208,10 +208,12 @@ class Engine(NativeHandle):
         else:
             embeddings = np.ascontiguousarray(batch.embeddings, dtype=np.float32)
             if embeddings.ndim != 2 or embeddings.shape[1] != self.n_embd:
-                raise UsageError(f"embeddings are [n_tokens, {self.n_embd}]")
+                raise UsageError(
+                    f"embeddings are [n_tokens, {self.n_embd}]", hint="one row for every token"
+                )
             n_tokens = len(embeddings)
         if n_tokens == 0:
-            raise UsageError("a batch has at least one token")
+            raise UsageError("a batch has at least one token", hint="leave the step out")
         n_sequences = self.plan.n_sequences
         sequences = int32_array("sequences", batch.sequences, n_tokens, upper=n_sequences)
         positions = self._positions(batch.positions, sequences)
@@ -257,14 +259,23 @@ def int32_array(
     """Return int32 [n] of integers in [lower, upper); a scalar fills it. UsageError for anything else."""
     array = np.asarray(values)
     if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise UsageError(f"{what} must be integers, not {array.dtype}")
+        raise UsageError(
+            f"{what} must be integers, not {array.dtype}",
+            hint="token ids, positions and sequences are integers",
+        )
     if array.ndim == 0 and n is not None:
         array = np.broadcast_to(array, n)
     if array.ndim != 1 or n not in (None, array.size):
-        raise UsageError(f"{what} has shape {array.shape}, expected [{n or 'n_tokens'}]")
+        raise UsageError(
+            f"{what} has shape {array.shape}, expected [{n or 'n_tokens'}]",
+            hint="give one value for every token of the batch",
+        )
     if array.size and (array.min() < lower or array.max() >= upper):
         wrong = array[(array < lower) | (array >= upper)][0]
-        raise UsageError(f"{what}: {wrong} is not in [{lower}, {upper})")
+        raise UsageError(
+            f"{what}: {wrong} is not in [{lower}, {upper})",
+            hint="check it against the plan and the vocabulary",
+        )
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
@@ -286,7 +297,10 @@ def _tree_mask(values: npt.ArrayLike | None, n_tokens: int) -> npt.NDArray[np.ui
         return None
     mask = np.ascontiguousarray(values, dtype=np.uint64)
     if mask.shape != (n_tokens, -(-n_tokens // 64)):
-        raise UsageError(f"tree_mask has shape {mask.shape}, not [n_tokens, ceil(n_tokens / 64)]")
+        raise UsageError(
+            f"tree_mask has shape {mask.shape}, not [n_tokens, ceil(n_tokens / 64)]",
+            hint="64 tokens a word, bit j of row i: token i sees token j",
+        )
     return mask
 
 

@@ -32,7 +32,7 @@ class NativeHandle:
     def handle(self) -> ct.c_void_p:
         """The native pointer; PiError after close."""
         if self._pointer is None:
-            raise PiError(f"the {self._name} is closed")
+            raise PiError(f"the {self._name} is closed", hint="use it inside its with block")
         return self._pointer
 
     def close(self) -> None:

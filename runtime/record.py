@@ -107,7 +107,10 @@ def recording(model: Model, path: Path | None) -> Iterator[None]:
 def check_recordable(model: Model) -> None:
     """Raise UsageError where the engine does not compute every neuron, or none is ever off."""
     if model.config.activation is not Activation.RELU:
-        raise UsageError("--record-activations needs a ReLU model: other activations are never 0")
+        raise UsageError(
+            "--record-activations needs a ReLU model: other activations are never 0",
+            hint="make one with pi-relufy",
+        )
     if model.plan.ffn_mode is FfnMode.PREDICTED:
         raise UsageError(
             "--record-activations counts what fires, and predicted mode drops some of it",

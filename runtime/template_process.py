@@ -69,7 +69,10 @@ class TemplateProcess:
         try:
             line = json.dumps(request).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as failure:
-            raise PiError(f"the chat holds a value that JSON has no word for: {failure}") from None
+            raise PiError(
+                f"the chat holds a value that JSON has no word for: {failure}",
+                hint="messages hold text, numbers, lists and mappings",
+            ) from None
         with self._lock:
             answer = self._ask(line)
         if "error" in answer:
@@ -141,7 +144,10 @@ def _start(memory_bytes: int) -> subprocess.Popen[bytes]:
             start_new_session=True,
         )
     except OSError as failure:
-        raise PiError(f"cannot start the process for chat templates: {failure}") from failure
+        raise PiError(
+            f"cannot start the process for chat templates: {failure}",
+            hint="check the limits on processes and memory; -p without --chat needs no template",
+        ) from failure
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

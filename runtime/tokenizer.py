@@ -168,7 +168,10 @@ class Tokenizer:
 
     def _checked(self, token_id: int) -> int:
         if not 0 <= token_id < self.n_vocab:
-            raise PiError(f"token id {token_id} is outside the vocabulary of {self.n_vocab}")
+            raise PiError(
+                f"token id {token_id} is outside the vocabulary of {self.n_vocab}",
+                hint="token ids are those of this file's own tokenizer",
+            )
         return token_id
 
     def _special_tokens(self, values: TokenizerValues) -> dict[str, str]:

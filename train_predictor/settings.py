@@ -88,6 +88,11 @@ class PredictorSettings:
             if not getattr(self, name):
                 raise UsageError(f"{name} is empty", hint="give at least one")
         if min(self.predictor_rank) < 2:
-            raise UsageError("a rank below 2 has no room beside the constant unit")
+            raise UsageError(
+                "a rank below 2 has no room beside the constant unit",
+                hint="give a rank of 2 or more; multiples of 32 quantise",
+            )
         if self.max_length < 2:
-            raise UsageError("blocks of one token hold nothing to predict")
+            raise UsageError(
+                "blocks of one token hold nothing to predict", hint="give a max_length of 2 or more"
+            )

@@ -96,7 +96,10 @@ class StreamedMixture(IterableDataset[Sample]):
                     yield rest[:length]
                     rest = rest[length:]
             if not found:
-                raise PiError(f"{source.name} has no block of {length} tokens to train on")
+                raise PiError(
+                    f"{source.name} has no block of {length} tokens to train on",
+                    hint="give more text, or a smaller max_length",
+                )
 
 
 def _shuffled(items: Iterator[str], buffer_size: int, draw: random.Random) -> Iterator[str]:

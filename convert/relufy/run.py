@@ -77,7 +77,10 @@ def _tokenizer(path: Path) -> Any:  # noqa: ANN401
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as failure:
-        raise PiError(f"{path} has no tokenizer that can be read: {failure}") from failure
+        raise PiError(
+            f"{path} has no tokenizer that can be read: {failure}",
+            hint="put tokenizer.json and tokenizer_config.json beside the weights",
+        ) from failure
 
 
 def _data(settings: RelufySettings, encoder: TextEncoder, state: PartialState) -> Data:
@@ -167,7 +170,10 @@ def _trainer(
     try:
         arguments = training_arguments(settings, n_steps, bf16=bf16)
     except (ValueError, TypeError) as failure:
-        raise UsageError(f"transformers refuses these settings: {failure}") from failure
+        raise UsageError(
+            f"transformers refuses these settings: {failure}",
+            hint="they go to transformers.TrainingArguments as they are",
+        ) from failure
     steering = steering_for(settings, n_steps)
     trainer = RelufyTrainer(
         model,

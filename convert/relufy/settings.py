@@ -148,25 +148,41 @@ def _check_ranges(settings: RelufySettings) -> None:
     steps = ("eval_steps", "save_steps")
     for key in (*not_negative, *steps, "warmup_ratio", "sparsity_concavity", "learning_rate"):
         if getattr(settings, key) < 0:
-            raise UsageError(f"{key} is {getattr(settings, key)}, below 0")
+            raise UsageError(f"{key} is {getattr(settings, key)}, below 0", hint="give 0 or more")
     positive = ("max_length", "per_device_train_batch_size", "gradient_accumulation_steps")
     for key in (*positive, "eval_blocks", "loss_chunk_mib", "logging_steps", "distill_temperature"):
         if getattr(settings, key) <= 0:
-            raise UsageError(f"{key} is {getattr(settings, key)}, not above 0")
+            raise UsageError(
+                f"{key} is {getattr(settings, key)}, not above 0", hint="give a number above 0"
+            )
     for key in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(settings, key) < 1:
-            raise UsageError(f"{key} is {getattr(settings, key)}, not from 0 to below 1")
+            raise UsageError(
+                f"{key} is {getattr(settings, key)}, not from 0 to below 1",
+                hint="give a share, 0 for none",
+            )
     check_seed(settings.seed)
     if settings.ce_weight + settings.kl_weight == 0:
         raise UsageError("ce_weight and kl_weight are both 0", hint="nothing would be learnt")
     if not 0 < settings.held_out_share < 1:
-        raise UsageError(f"held_out_share is {settings.held_out_share}, not between 0 and 1")
+        raise UsageError(
+            f"held_out_share is {settings.held_out_share}, not between 0 and 1",
+            hint="0.02 keeps 2% of the documents for evaluation",
+        )
     if settings.cuda_graph and settings.gradient_accumulation_steps != 1:
-        raise UsageError("cuda_graph goes with gradient_accumulation_steps 1 only")
+        raise UsageError(
+            "cuda_graph goes with gradient_accumulation_steps 1 only",
+            hint="use a larger per_device_train_batch_size, or cuda_graph: false",
+        )
     if settings.cuda_graph and settings.attn_implementation != "sdpa":
-        raise UsageError("cuda_graph goes with attn_implementation sdpa only")
+        raise UsageError(
+            "cuda_graph goes with attn_implementation sdpa only",
+            hint="attn_implementation: sdpa, or cuda_graph: false",
+        )
     if settings.max_steps < 0 and settings.num_train_epochs <= 0:
-        raise UsageError("neither max_steps nor num_train_epochs says how long to train")
+        raise UsageError(
+            "neither max_steps nor num_train_epochs says how long to train", hint="give one of them"
+        )
 
 
 def _check_sources(settings: RelufySettings) -> None:
@@ -175,20 +191,29 @@ def _check_sources(settings: RelufySettings) -> None:
     if settings.streaming and settings.max_steps < 0:
         raise UsageError("streaming needs max_steps", hint="a stream's length is not known")
     if settings.streaming and len(weights) > 1 and None in weights:
-        raise UsageError("streaming several sources needs a weight for each")
+        raise UsageError(
+            "streaming several sources needs a weight for each",
+            hint="give every source a weight, or streaming: false",
+        )
 
 
 def _check_sparsity(settings: RelufySettings) -> None:
     target, stages = settings.sparsity_target, settings.sparsity_stages
     if target is not None and not 0 < target < 1:
-        raise UsageError(f"sparsity_target is {target}, not between 0 and 1")
+        raise UsageError(
+            f"sparsity_target is {target}, not between 0 and 1", hint="0.9 asks for 90% zeros"
+        )
     points = (settings.sparsity_ramp_start, settings.sparsity_ramp_end, settings.sparsity_freeze)
     if not 0 <= points[0] < points[1] <= 1 or not points[0] < points[2] <= 1:
         raise UsageError(
-            "sparsity_ramp_start, sparsity_ramp_end and sparsity_freeze are out of order"
+            "sparsity_ramp_start, sparsity_ramp_end and sparsity_freeze are out of order",
+            hint="shares of the run: 0 <= ramp_start < ramp_end <= freeze <= 1",
         )
     if settings.sparsity_lambda_init <= 0 or settings.sparsity_lambda_step <= 1:
-        raise UsageError("sparsity_lambda_init must be above 0 and sparsity_lambda_step above 1")
+        raise UsageError(
+            "sparsity_lambda_init must be above 0 and sparsity_lambda_step above 1",
+            hint="the recipes in recipes/ have values that work",
+        )
     if bool(stages) != (settings.sparsity_schedule == Schedule.STAGES):
         raise UsageError(
             f"sparsity_schedule is {settings.sparsity_schedule} and sparsity_stages has "
@@ -197,6 +222,9 @@ def _check_sparsity(settings: RelufySettings) -> None:
         )
     steps = [0, *(stage.until_step for stage in stages)]
     if any(later <= earlier for earlier, later in pairwise(steps)):
-        raise UsageError(f"until_step of sparsity_stages does not rise: {steps[1:]}")
+        raise UsageError(
+            f"until_step of sparsity_stages does not rise: {steps[1:]}",
+            hint="every stage ends at a later step than the one before",
+        )
     if any(stage.peak < 0 for stage in stages):
-        raise UsageError("sparsity_stages has a peak below 0")
+        raise UsageError("sparsity_stages has a peak below 0", hint="give a peak of 0 or more")

@@ -40,12 +40,21 @@ def read_config(path: Path) -> Any:  # noqa: ANN401 - transformers' own
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as failure:
-        raise PiError(f"{path} is no checkpoint that transformers knows: {failure}") from failure
+        raise PiError(
+            f"{path} is no checkpoint that transformers knows: {failure}",
+            hint="name a folder with config.json and model.safetensors, or owner/model of the hub",
+        ) from failure
     if not hasattr(config, "hidden_act"):
-        raise PiError(f"a {config.model_type} model has no hidden_act to swap")
+        raise PiError(
+            f"a {config.model_type} model has no hidden_act to swap",
+            hint="Llama and Mistral models are supported",
+        )
     for key in UNSUPPORTED_HEADS:
         if getattr(config, key, None) not in (None, 1.0):
-            raise PiError(f"{path}: models with {key} are not supported")
+            raise PiError(
+                f"{path}: models with {key} are not supported",
+                hint="Llama and Mistral models are supported",
+            )
     return config
 
 
@@ -72,7 +81,10 @@ def load_model(path: Path, config: Any, dtype: torch.dtype, attention: str) -> A
             path, config=config, dtype=dtype, attn_implementation=attention
         )
     except (OSError, ValueError, ImportError) as failure:
-        raise PiError(f"cannot load {path}: {failure}") from failure
+        raise PiError(
+            f"cannot load {path}: {failure}",
+            hint="check that all of its files are there; safetensors only, no pickle",
+        ) from failure
     model.config.use_cache = False
     return model
 
@@ -95,7 +107,10 @@ def _bamboo_config(config: Any) -> Any:  # noqa: ANN401
     biases = [key for key in ("attention_bias", "mlp_bias") if getattr(config, key, False)]
     if config.model_type not in ("llama", "mistral") or biases:
         what = ", ".join(biases) or config.model_type
-        raise PiError(f"drelu is for Llama and Mistral models without biases, not {what}")
+        raise PiError(
+            f"drelu is for Llama and Mistral models without biases, not {what}",
+            hint="variant: reglu works for others",
+        )
     dropped = ("model_type", "architectures", "transformers_version", "attention_bias", "mlp_bias")
     values = {key: value for key, value in config.to_dict().items() if key not in dropped}
     values |= {"hidden_act": "relu", "sliding_window": getattr(config, "sliding_window", None)}

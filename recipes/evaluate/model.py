@@ -82,7 +82,9 @@ class PowerInferLM(TemplateLM):
     def eot_token_id(self) -> int:
         """The end of a text."""
         if self._text_tokenizer.eos_id is None:
-            raise PiError(f"{self._name} has no end-of-text token")
+            raise PiError(
+                f"{self._name} has no end-of-text token", hint="give prefix_token_id in model_args"
+            )
         return self._text_tokenizer.eos_id
 
     @property

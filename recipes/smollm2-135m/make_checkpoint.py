@@ -61,7 +61,10 @@ def make_checkpoint(args: argparse.Namespace) -> None:
         return fields[name].contents() if name in fields else None
 
     if get("general.architecture") != LLAMA.gguf_name:
-        raise PiError(f"the GGUF is of architecture {get('general.architecture')}, not llama")
+        raise PiError(
+            f"the GGUF is of architecture {get('general.architecture')}, not llama",
+            hint="give the GGUF of a Llama model",
+        )
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as name:
         folder = Path(name) / "checkpoint"
@@ -84,7 +87,9 @@ def open_gguf(path: Path) -> gguf.GGUFReader:
     try:
         return gguf.GGUFReader(path)
     except ValueError as failure:
-        raise PiError(f"{path} is not a GGUF file: {failure}") from failure
+        raise PiError(
+            f"{path} is not a GGUF file: {failure}", hint="get the file again"
+        ) from failure
 
 
 def packaged_gguf() -> Path:
@@ -109,7 +114,10 @@ def read_tensors(
     tensors = {}
     for tensor in reader.tensors:
         if tensor.name not in names:
-            raise PiError(f"the GGUF has the tensor {tensor.name}, which no Llama checkpoint has")
+            raise PiError(
+                f"the GGUF has the tensor {tensor.name}, which no Llama checkpoint has",
+                hint="give the GGUF of a Llama model",
+            )
         name = names[tensor.name]
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         projection = name.split(".")[-2]

@@ -64,7 +64,10 @@ class VerifySettings:
                 raise UsageError(f"{name} is {value}", hint="give a number above 0")
         check_seed(self.seed)
         if self.max_length < 2:
-            raise UsageError("windows of one token hold nothing to predict")
+            raise UsageError(
+                "windows of one token hold nothing to predict",
+                hint="give a max_length of 2 or more",
+            )
         sources = [*self.dataset_mixture, *self.eval_mixture]
         if (self.file is None) == (not sources):
             raise UsageError(

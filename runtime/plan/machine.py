@@ -103,7 +103,10 @@ def threads_on(cpus: Sequence[int] | None) -> Iterator[None]:
     try:
         os.sched_setaffinity(0, cpus)
     except OSError as failure:
-        raise UsageError(f"threads cannot be placed on processors {cpus}: {failure}") from failure
+        raise UsageError(
+            f"threads cannot be placed on processors {cpus}: {failure}",
+            hint="leave --cpu-mask out, or name processors that this process may use",
+        ) from failure
     try:
         yield
     finally:

@@ -121,7 +121,10 @@ class ModelShape:
     def parts(self) -> ModelBytes:
         """The sizes of the parts; PiError for a shape that came without them."""
         if self.sizes is None:
-            raise PiError("the shape says nothing of the sizes of its parts")
+            raise PiError(
+                "the shape says nothing of the sizes of its parts",
+                hint="read the shape from a file: ModelFile(path).shape",
+            )
         return self.sizes
 
 

@@ -52,9 +52,15 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
             hint="tiktoken files named tokenizer.model need the tokenizer.json of the checkpoint",
         ) from failure
     if model.model_type not in (UNIGRAM, BPE):
-        raise PiError(f"{path} is neither a BPE nor a unigram SentencePiece model")
+        raise PiError(
+            f"{path} is neither a BPE nor a unigram SentencePiece model",
+            hint="train it as one of these, or give a tokenizer.json beside it",
+        )
     if not model.escape_whitespaces or model.whitespace_as_suffix:
-        raise PiError(f"{path} does not mark spaces with a leading \u2581, which is not supported")
+        raise PiError(
+            f"{path} does not mark spaces with a leading \u2581, which is not supported",
+            hint="give a tokenizer.json beside it",
+        )
     return model
 
 

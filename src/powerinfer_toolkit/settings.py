@@ -82,7 +82,10 @@ def read_yaml(path: Path, section: str = "") -> dict[str, Any]:
     except FileNotFoundError as failure:
         raise UsageError(f"there is no file {path}", hint="name a YAML file") from failure
     except (yaml.YAMLError, UnicodeDecodeError) as failure:
-        raise UsageError(f"{path} is not YAML: {failure}") from failure
+        raise UsageError(
+            f"{path} is not YAML: {failure}",
+            hint="look at the line named; texts with colons or hashes need quotes",
+        ) from failure
     if content is None:
         return {}
     if isinstance(content, dict) and isinstance(content.get(section), dict):
@@ -186,7 +189,10 @@ def _parse_flag(schema: type, name: str, text: str, section: str) -> Any:  # noq
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as failure:
-        raise UsageError(f"--{_flag(name, section)}: {text!r} is not YAML: {failure}") from failure
+        raise UsageError(
+            f"--{_flag(name, section)}: {text!r} is not YAML: {failure}",
+            hint="texts with colons or brackets need quotes of their own: '\"...\"'",
+        ) from failure
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:  # noqa: ANN401
@@ -200,18 +206,25 @@ def _convert(value: Any, kind: Any, where: str) -> Any:  # noqa: ANN401
     if value is None:
         if type(None) in options:
             return None
-        raise UsageError(f"{where} has no value")
+        raise UsageError(
+            f"{where} has no value", hint="write the value after the colon, or leave the line out"
+        )
     (kind,) = (option for option in options if option is not type(None))
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, dict):
-            raise UsageError(f"{where} is {value!r}, not a mapping")
+            raise UsageError(
+                f"{where} is {value!r}, not a mapping",
+                hint="write it as key: value lines, one a setting",
+            )
         return kind(**_convert_all(kind, value, where))
     if typing.get_origin(kind) is list:
         (item,) = typing.get_args(kind)
         if item is str and isinstance(value, str):
             value = [value]
         if not isinstance(value, list):
-            raise UsageError(f"{where} is {value!r}, not a list")
+            raise UsageError(
+                f"{where} is {value!r}, not a list", hint="write it as lines that begin with a dash"
+            )
         return [_convert(entry, item, f"{where}[{i}]") for i, entry in enumerate(value)]
     if typing.get_origin(kind) is dict:
         return _convert_mapping(value, kind, where)
@@ -220,14 +233,20 @@ def _convert(value: Any, kind: Any, where: str) -> Any:  # noqa: ANN401
 
 def _convert_mapping(value: Any, kind: Any, where: str) -> dict[str, Any]:  # noqa: ANN401
     if not isinstance(value, dict):
-        raise UsageError(f"{where} is {value!r}, not a mapping")
+        raise UsageError(
+            f"{where} is {value!r}, not a mapping",
+            hint="write it as key: value lines, one a setting",
+        )
     _, item = typing.get_args(kind)
     return {str(name): _convert(entry, item, f"{where}.{name}") for name, entry in value.items()}
 
 
 def _convert_scalar(value: Any, kind: type, where: str) -> Any:  # noqa: ANN401
     """Return a scalar; 1e-3, which YAML 1.1 takes for text, is a number where a number is wanted."""
-    failure = UsageError(f"{where} is {value!r}, not {_kind_name(kind)}")
+    failure = UsageError(
+        f"{where} is {value!r}, not {_kind_name(kind)}",
+        hint="docs/training.md and docs/recipes.md list every setting",
+    )
     if kind in (bool, str):
         if not isinstance(value, kind):
             raise failure

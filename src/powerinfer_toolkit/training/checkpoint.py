@@ -167,7 +167,10 @@ def load_tokenizer(source: LocalModel) -> Any:  # noqa: ANN401 - transformers' o
     try:
         return transformers.AutoTokenizer.from_pretrained(source.path)
     except (OSError, ValueError) as failure:
-        raise PiError(f"{source.name} has no tokenizer that can be read: {failure}") from failure
+        raise PiError(
+            f"{source.name} has no tokenizer that can be read: {failure}",
+            hint="put tokenizer.json and tokenizer_config.json beside the weights",
+        ) from failure
 
 
 def _find_blocks(model: Any, threshold: float, name: str) -> list[FfnBlock]:  # noqa: ANN401

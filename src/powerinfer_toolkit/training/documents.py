@@ -126,7 +126,9 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Record]]:
                 for record in batch.to_pylist():
                     yield str(path), record
     except pyarrow.ArrowInvalid as failure:
-        raise PiError(f"{path} is not parquet: {failure}") from failure
+        raise PiError(
+            f"{path} is not parquet: {failure}", hint="get the file again, or name another text"
+        ) from failure
 
 
 def _hub_records(source: DataSource) -> Iterator[tuple[str, Record]]:
@@ -158,7 +160,10 @@ def _text_of(record: Record, source: DataSource, chat_template: ChatTemplate, wh
         try:
             return chat_template(messages)
         except (TypeError, ValueError, KeyError) as failure:
-            raise PiError(f"{where}: the chat template fails: {failure}") from failure
+            raise PiError(
+                f"{where}: the chat template fails: {failure}",
+                hint="give a source of plain text, or mend the template of the tokenizer",
+            ) from failure
     text = record.get(source.text_column)
     if not isinstance(text, str):
         raise PiError(

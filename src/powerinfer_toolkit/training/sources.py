@@ -52,7 +52,10 @@ def check_sources(
         for name in ("weight", "max_documents"):
             number = getattr(source, name)
             if number is not None and number <= 0:
-                raise UsageError(f"the {name} of {source.name} is {number}, not above 0")
+                raise UsageError(
+                    f"the {name} of {source.name} is {number}, not above 0",
+                    hint="give a number above 0, or leave the source out",
+                )
     weights = [source.weight for source in dataset_mixture]
     if None in weights and any(weights):
         raise UsageError(
