@@ -65,7 +65,7 @@ def dry_run(args: argparse.Namespace) -> None:
     """Print the plan to stdout."""
     options = _options(args)
     with ModelFile(args.model) as file:
-        machine = look(options) if args.machine is None else _described(args.machine)
+        machine = look(options) if args.machine is None else _described(args.machine, options)
         plan = plan_run(file.shape, options, machine)
         if args.json:
             print(plan_report.dry_run_record(file.shape, plan, machine))
@@ -74,8 +74,14 @@ def dry_run(args: argparse.Namespace) -> None:
             print(plan_report.plan_table(file.shape, plan, machine, isa))
 
 
-def _described(path: Path) -> Machine:
-    return Machine.from_json(_read_text(str(path)))
+def _described(path: Path, options: PlanOptions) -> Machine:
+    machine = Machine.from_json(_read_text(str(path)))
+    if options.vram_budget_bytes and machine.device is None:
+        raise UsageError(
+            f"{path} describes no GPU, which --vram-budget could be of",
+            hint="add its device, docs/plan.md, or leave --vram-budget out",
+        )
+    return machine
 
 
 def complete(args: argparse.Namespace) -> None:

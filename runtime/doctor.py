@@ -12,6 +12,7 @@ from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import Key, TensorType
 from powerinfer_toolkit.runtime import native_lib
 from powerinfer_toolkit.runtime.model_file import ModelFile
+from powerinfer_toolkit.runtime.plan.device import probe_device
 from powerinfer_toolkit.runtime.plan.machine import probe
 from powerinfer_toolkit.runtime.plan.planner import available_modes, choose_ffn_mode, format_bytes
 
@@ -31,6 +32,7 @@ def examine(model: str | None) -> None:
         ("library", _library),
         ("kernels", _kernels),
         ("machine", _machine),
+        ("GPU", _gpu),
     ]
     if model:
         checks += [
@@ -72,6 +74,19 @@ def _machine() -> str:
     return (
         f"{platform.machine()}, {machine.n_cores} cores and {machine.n_cpus} processors usable, "
         f"{format_bytes(machine.available_bytes)} of memory available"
+    )
+
+
+def _gpu() -> str:
+    library = native_lib.load()
+    if library.pi_gpu_count() == 0:
+        return f"none: {library.pi_last_error().decode('utf-8', 'replace')}"
+    device = probe_device()
+    major, minor = divmod(device.capability, 10)
+    return (
+        f"{device.name}, compute capability {major}.{minor}, {device.n_processors} processors, "
+        f"{format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free beside a context of "
+        f"{format_bytes(device.context_bytes)}; used with --vram-budget"
     )
 
 

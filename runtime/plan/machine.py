@@ -54,16 +54,19 @@ class Machine:
 
 def _check_described(machine: Machine) -> None:
     """ValueError for numbers that no machine has."""
-    device, profile = machine.device, machine.profile
-    positive: list[object] = [machine.n_cores, machine.n_cpus, machine.available_bytes]
-    if device is not None:
-        positive += [device.n_processors, device.total_bytes, device.free_bytes]
-        positive += [device.context_bytes]
-    if profile is not None:
-        positive += [profile.gpu_bytes_per_second, profile.cpu_bytes_per_second]
-        positive += [profile.cpu_beside_bytes_per_second]
-    for value in positive:
-        if not isinstance(value, int | float) or not 0 < value < math.inf:
+    counts: list[object] = [machine.n_cores, machine.n_cpus, machine.available_bytes]
+    rates: list[object] = []
+    if machine.device is not None:
+        device = machine.device
+        counts += [device.n_processors, device.total_bytes, device.free_bytes, device.context_bytes]
+    if machine.profile is not None:
+        profile = machine.profile
+        rates += [profile.gpu_bytes_per_second, profile.cpu_bytes_per_second]
+        rates += [profile.cpu_beside_bytes_per_second, 1 + profile.pull_bytes_per_second]
+        rates += [1 + (profile.handover_seconds or 0)]
+    for value in (*counts, *rates):
+        kind = int | float if value in rates else int
+        if not isinstance(value, kind) or not 0 < value < math.inf:
             raise ValueError(f"{value!r} is no positive number")
 
 

@@ -365,7 +365,7 @@ def test_version(pi_run, libpi):
 def test_doctor(pi_run, dense):
     said = pi_run("--doctor", "-m", dense)
     assert said.code == 0
-    for topic in ("library", "kernels", "scalar", "machine", "2 layers", "293 tokens"):
+    for topic in ("library", "kernels", "scalar", "machine", "GPU", "2 layers", "293 tokens"):
         assert topic in said.out
 
 
@@ -374,4 +374,4 @@ def test_doctor_names_what_is_wrong(pi_run, tmp_path):
     said = pi_run("--doctor", "-m", tmp_path / "bad.gguf")
     assert said.code == 1
     assert said.out.count("FAILED") == 3
-    assert "3 of 7 checks failed" in said.err
+    assert "3 of 8 checks failed" in said.err

@@ -316,7 +316,10 @@ def test_a_large_model_is_planned_quickly():
 def test_a_machine_of_a_file():
     text = json.dumps(MACHINE.to_record())
     assert Machine.from_json(text) == MACHINE
-    assert Machine.from_json('{"n_cores": 4, "n_cpus": 8, "available_bytes": 1e9}').device is None
+    assert (
+        Machine.from_json('{"n_cores": 4, "n_cpus": 8, "available_bytes": 1000000000}').device
+        is None
+    )
 
 
 @pytest.mark.parametrize(
