@@ -49,6 +49,12 @@ def open_model(path: str, options: PlanOptions) -> Model:
     return Model(file, plan)
 
 
+def check_run(path: str, options: PlanOptions) -> None:
+    """Plan a run without allocating anything, and raise what is refused."""
+    with ModelFile(path) as file:
+        native_lib.select_isa(plan_run(file.shape, options, look(options)).isa)
+
+
 @contextmanager
 def open_for(args: argparse.Namespace) -> Iterator[Model]:
     """Open the model that the flags name, recording its activations where they say so."""

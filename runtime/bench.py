@@ -141,9 +141,9 @@ def _command(args: argparse.Namespace) -> None:
     ]
     runs = [(path, options) for path in paths for options in plans]
     with cli.uninterrupted():
-        from powerinfer_toolkit.runtime.model import Model
+        from powerinfer_toolkit.runtime.actions import check_run
     for path, options in runs:  # what is refused is refused before the first measurement
-        Model.open(path, options).close()
+        check_run(path, options)
     decodes = any(kind == "tg" for kind, _ in tests)
     rates = _rates(args, runs) if decodes else None
     _measure_all(args, runs, tests, rates)

@@ -32,6 +32,7 @@ DRIVER_BYTES = 384 * 2**20  # an upper estimate of what a GPU's driver takes of 
 TILE_BYTES = 32 * 2**20  # that the device library dequantises at a time
 ROUNDING_BYTES = 16 * 2**20  # of allocations to pages of the device
 LOGIT_ROWS = 64  # rows of the head computed at a time
+PREDICTED_TOGETHER = 16  # tokens that the predictor runs for at a time
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,11 @@ def _working_bytes(shape: ModelShape, plan: Plan, device: Device) -> int:
     n, n_q = plan.max_batch_tokens, shape.n_heads * shape.head_dim
     n_kv, rank = shape.n_kv_heads * shape.head_dim, shape.parts.predictor_rank
     row = 3 * shape.n_embd + 2 * n_q + 2 * n_kv + shape.n_rot
-    floats = n * row + min(n, LOGIT_ROWS) * shape.n_vocab
-    lists = 2 * n * shape.n_ff + 5 * shape.n_ff + rank + 2 * n + n * math.ceil(shape.n_ff / 64) * 2
+    pulled = n * shape.n_embd  # the share of pulled neurons, where there are any
+    floats = n * row + min(n, LOGIT_ROWS) * shape.n_vocab + pulled
+    predicted = min(n, PREDICTED_TOGETHER) * (shape.n_ff + rank)
+    words = n * math.ceil(shape.n_ff / 64)
+    lists = 2 * n * shape.n_ff + 4 * shape.n_ff + predicted + 2 * n + 4 * words
     pages = math.ceil(plan.n_context / PAGE_TOKENS)
     step = 6 * n + min(n, plan.n_sequences) * pages + 2 * n * math.ceil(n / 64)
     attention = (n * shape.n_heads + 4 * device.n_processors) * (shape.head_dim + 2)
@@ -141,11 +145,13 @@ def memory_need(shape: ModelShape, plan: Plan) -> MemoryNeed:
     places = layer_places(plan.units, shape.n_layers)
     n_cpu = sum(place.side is Side.CPU for place in places)
     driver = DRIVER_BYTES if plan.uses_gpu else 0
+    split = any(place.side is Side.SPLIT for place in places)
+    handed = 2 * shape.n_embd + 2 * math.ceil(shape.n_ff / 64) if split else 0  # pinned, of a token
     return MemoryNeed(
         weight_bytes=_mapped_bytes(shape, plan, places),
         pinned_bytes=sum(pinned_bytes(shape, place) for place in places),
         kv_bytes=layer_kv_bytes(shape, plan) * n_cpu,
-        scratch_bytes=4 * row * plan.max_batch_tokens + THREAD_BYTES * plan.n_threads,
+        scratch_bytes=4 * (row + handed) * plan.max_batch_tokens + THREAD_BYTES * plan.n_threads,
         program_bytes=PROGRAM_BYTES + TOKENIZER_BYTES * shape.n_vocab + driver,
     )
 
