@@ -63,6 +63,8 @@ class Stats:
     device: str  # the GPU's name, "" where none is used
     device_bytes: int  # taken there, the context included
     device_context_bytes: int
+    device_launches: int  # kernels and copies queued there since the engine was made
+    device_graph_launches: int  # series of them that were queued at once, as graphs
 
     @property
     def active_share(self) -> float:

@@ -178,6 +178,8 @@ class Stats(_Sized):
         ("device", ct.c_char_p),
         ("device_bytes", ct.c_uint64),
         ("device_context_bytes", ct.c_uint64),
+        ("device_launches", ct.c_uint64),
+        ("device_graph_launches", ct.c_uint64),
     )
 
 

@@ -31,6 +31,7 @@ THREAD_BYTES = 2**20
 DRIVER_BYTES = 384 * 2**20  # an upper estimate of what a GPU's driver takes of the host's memory
 TILE_BYTES = 32 * 2**20  # that the device library dequantises at a time
 ROUNDING_BYTES = 16 * 2**20  # of allocations to pages of the device
+GRAPH_BYTES = 64 * 2**20  # kept for recorded steps
 LOGIT_ROWS = 64  # rows of the head computed at a time
 PREDICTED_TOGETHER = 16  # tokens that the predictor runs for at a time
 
@@ -129,13 +130,13 @@ def _working_bytes(shape: ModelShape, plan: Plan, device: Device) -> int:
     words = n * math.ceil(shape.n_ff / 64)
     lists = 2 * n * shape.n_ff + 4 * shape.n_ff + predicted + 2 * n + 4 * words
     pages = math.ceil(plan.n_context / PAGE_TOKENS)
-    step = 6 * n + min(n, plan.n_sequences) * pages + 2 * n * math.ceil(n / 64)
+    step = 8 * n + min(n, plan.n_sequences) * pages + 2 * n * math.ceil(n / 64)
     attention = (n * shape.n_heads + 4 * device.n_processors) * (shape.head_dim + 2)
     sums = (2 * device.n_processors + shape.n_embd // 1024 + 1) * 1024
     longest = max(shape.n_ff, shape.n_embd, n_q) + 32
     halves = n * (2 * longest + 4)
     tile = TILE_BYTES + 64 * longest
-    return 4 * (floats + lists + step + max(attention, sums)) + halves + tile + ROUNDING_BYTES
+    return 4 * (floats + lists + step + max(attention, sums)) + halves + tile + GRAPH_BYTES + ROUNDING_BYTES
 
 
 def memory_need(shape: ModelShape, plan: Plan) -> MemoryNeed:

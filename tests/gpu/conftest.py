@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from gpu.device import Device, DeviceError, library_path, opened
+from gpu.models import MICRO, NANO, Synth, has_driver
+from powerinfer_toolkit.gguf_format import TensorType
+from powerinfer_toolkit.runtime.synth.shapes import SHAPES
+from powerinfer_toolkit.runtime.synth.write import SynthSettings, write_synth
 
 EMULATED, CUDA = "gpu_emulated", "cuda"
 DEVICES = [
@@ -42,3 +48,36 @@ def device(_device: Device) -> Iterator[Device]:
         _device.release_all()
     except DeviceError as failure:
         pytest.exit(f"the device is lost, and with it this process: {failure}", 1)
+
+
+@pytest.fixture(scope="module")
+def device_library() -> Iterator[None]:
+    """Without a driver libpi loads the emulated device instead; it does so once a process."""
+    if has_driver():
+        require_library(CUDA)
+        yield
+        return
+    require_library(EMULATED)
+    os.environ["PI_GPU_LIB"] = str(library_path(EMULATED))
+    yield
+    del os.environ["PI_GPU_LIB"]
+
+
+@pytest.fixture(scope="module")
+def synth(tmp_path_factory: pytest.TempPathFactory, device_library: None) -> Iterator[Synth]:
+    """synth(outtype, dense_twin=False, shape=MICRO) -> random weights with predictors, made once."""
+    made: dict[tuple[object, ...], Path] = {}
+    SHAPES.update({shape.name: shape for shape in (MICRO, NANO)})
+
+    def write(outtype: str, dense_twin: bool = False, shape: str = MICRO.name) -> Path:
+        key = (outtype, dense_twin, shape)
+        if key not in made:
+            path = tmp_path_factory.mktemp("synth") / f"{outtype}.gguf"
+            kind = TensorType[outtype.upper()]
+            write_synth(SynthSettings(shape, path, kind, dense_twin=dense_twin))
+            made[key] = path
+        return made[key]
+
+    yield write
+    for shape in (MICRO, NANO):
+        del SHAPES[shape.name]

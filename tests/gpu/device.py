@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-ABI = 1
+ABI = 2
 U32, I32, U64, F32, Ptr = ct.c_uint32, ct.c_int32, ct.c_uint64, ct.c_float, ct.c_void_p
 
 # PI_KT_*, in the order of kernels.h: name -> GGUF type id
@@ -46,6 +46,9 @@ class Info(ct.Structure):
         ("context_bytes", U64),
         ("mapped_bytes", U64),
         ("budget_bytes", U64),
+        ("graph_limit_bytes", U64),
+        ("graph_bytes", U64),
+        ("n_launches", U64),
     )
 
 
@@ -117,7 +120,7 @@ class Api(ct.Structure):
         ("open", _function(U32, U64, ct.POINTER(Ptr))),
         ("close", ct.CFUNCTYPE(None, Ptr)),
         ("info", _function(Ptr, ct.POINTER(Info))),
-        ("reserve", _function(Ptr, U64, U64, U64)),
+        ("reserve", _function(Ptr, U64, U64, U64, U64)),
         ("allocate", _function(Ptr, U64, ct.POINTER(Ptr))),
         ("release", _function(Ptr, Ptr)),
         ("upload", _function(Ptr, Ptr, U64, Ptr)),
@@ -125,6 +128,10 @@ class Api(ct.Structure):
         ("copy", _function(Ptr, Ptr, U64, Ptr)),
         ("zero", _function(Ptr, Ptr, U64)),
         ("synchronize", _function(Ptr)),
+        ("begin_capture", _function(Ptr)),
+        ("end_capture", _function(Ptr, ct.POINTER(Ptr))),
+        ("launch_graph", _function(Ptr, Ptr)),
+        ("release_graph", _function(Ptr, Ptr)),
         ("row_stride", ct.CFUNCTYPE(U64, U32, U32)),
         ("upload_rows", _function(Ptr, Ptr, U64, ct.POINTER(Rows))),
         ("fetch_rows", _function(Ptr, ct.POINTER(Rows), Ptr, U32, Ptr)),

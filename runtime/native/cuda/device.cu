@@ -170,11 +170,15 @@ void check(cudaError_t result, const char *what) {
 void *scratch(pi_gpu &gpu, Scratch &which, uint64_t n_bytes) {
     if (n_bytes <= which.n_bytes)
         return which.data;
+    require_no_capture(gpu, "taking scratch");
+    if (gpu.n_graphs > 0)
+        throw Failure{PI_FAILURE,
+                      "an operation needs more scratch than was reserved before graphs were made"};
     check(cudaStreamSynchronize(gpu.stream), "waiting for the device"); // the old one may still be in use
     if (which.data != nullptr)
         gpu.arena->release(which.data);
     which = {};
-    which.data = gpu.arena->allocate(n_bytes, gpu.budget_bytes - gpu.context_bytes);
+    which.data = gpu.arena->allocate(n_bytes, gpu.memory_bytes());
     which.n_bytes = n_bytes;
     return which.data;
 }
@@ -216,11 +220,19 @@ int32_t info(pi_gpu *gpu, pi_gpu_info *out) {
         out->context_bytes = gpu->context_bytes;
         out->mapped_bytes = gpu->arena->mapped_bytes();
         out->budget_bytes = gpu->budget_bytes;
+        out->graph_limit_bytes = gpu->graph_limit_bytes;
+        out->graph_bytes = gpu->graph_bytes;
+        out->n_launches = gpu->n_launches;
     });
 }
 
-int32_t reserve(pi_gpu *gpu, uint64_t partials_bytes, uint64_t halves_bytes, uint64_t tile_bytes) {
+int32_t reserve(pi_gpu *gpu, uint64_t partials_bytes, uint64_t halves_bytes, uint64_t tile_bytes,
+                uint64_t graphs_bytes) {
     return operate(gpu, [&](pi_gpu &device) {
+        const uint64_t taken = device.context_bytes + device.arena->mapped_bytes();
+        if (taken + graphs_bytes > device.budget_bytes)
+            throw Failure{PI_DOES_NOT_FIT, "the budget leaves no " + mebibytes(graphs_bytes) + " for graphs"};
+        device.graph_limit_bytes = graphs_bytes;
         scratch(device, device.partials, partials_bytes);
         scratch(device, device.halves, halves_bytes);
         scratch(device, device.tile, tile_bytes);
@@ -230,7 +242,8 @@ int32_t reserve(pi_gpu *gpu, uint64_t partials_bytes, uint64_t halves_bytes, uin
 int32_t allocate(pi_gpu *gpu, uint64_t n_bytes, void **out) {
     return operate(gpu, [&](pi_gpu &) {
         *out = nullptr;
-        *out = gpu->arena->allocate(n_bytes, gpu->budget_bytes - gpu->context_bytes);
+        require_no_capture(*gpu, "allocating");
+        *out = gpu->arena->allocate(n_bytes, gpu->memory_bytes());
     });
 }
 
@@ -238,6 +251,7 @@ int32_t release(pi_gpu *gpu, void *data) {
     return guarded([&] {
         if (data == nullptr)
             return;
+        require_no_capture(*gpu, "releasing memory");
         check(cudaSetDevice(gpu->ordinal), "choosing the device");
         check(cudaStreamSynchronize(gpu->stream), "waiting for the device");
         gpu->arena->release(data);
@@ -245,6 +259,7 @@ int32_t release(pi_gpu *gpu, void *data) {
 }
 
 void stage(pi_gpu &gpu, const void *host, uint64_t n_bytes, void *to) {
+    require_no_capture(gpu, "uploading");
     const auto *from = static_cast<const uint8_t *>(host);
     for (uint64_t done = 0; done < n_bytes; done += pi_gpu::staging_bytes) {
         const uint64_t n = std::min(pi_gpu::staging_bytes, n_bytes - done);
@@ -255,6 +270,7 @@ void stage(pi_gpu &gpu, const void *host, uint64_t n_bytes, void *to) {
         check(cudaMemcpyAsync(static_cast<uint8_t *>(to) + done, gpu.staging[slot], n, cudaMemcpyHostToDevice,
                               gpu.stream),
               "copying to the device");
+        ++gpu.n_launches;
         check(cudaEventRecord(gpu.staged[slot], gpu.stream), "recording an event");
     }
 }
@@ -265,8 +281,10 @@ int32_t upload(pi_gpu *gpu, const void *host, uint64_t n_bytes, void *to) {
 
 int32_t download(pi_gpu *gpu, const void *from, uint64_t n_bytes, void *host) {
     return operate(gpu, [&](pi_gpu &) {
+        require_no_capture(*gpu, "downloading");
         check(cudaMemcpyAsync(host, from, n_bytes, cudaMemcpyDeviceToHost, gpu->stream),
               "copying from the device");
+        ++gpu->n_launches;
     });
 }
 
@@ -274,17 +292,22 @@ int32_t copy(pi_gpu *gpu, const void *from, uint64_t n_bytes, void *to) {
     return operate(gpu, [&](pi_gpu &) {
         check(cudaMemcpyAsync(to, from, n_bytes, cudaMemcpyDeviceToDevice, gpu->stream),
               "copying on the device");
+        ++gpu->n_launches;
     });
 }
 
 int32_t zero(pi_gpu *gpu, void *data, uint64_t n_bytes) {
     return operate(gpu, [&](pi_gpu &) {
         check(cudaMemsetAsync(data, 0, n_bytes, gpu->stream), "clearing device memory");
+        ++gpu->n_launches;
     });
 }
 
 int32_t synchronize(pi_gpu *gpu) {
-    return operate(gpu, [&](pi_gpu &) { check(cudaStreamSynchronize(gpu->stream), "the device's work"); });
+    return operate(gpu, [&](pi_gpu &) {
+        require_no_capture(*gpu, "synchronizing");
+        check(cudaStreamSynchronize(gpu->stream), "the device's work");
+    });
 }
 
 } // namespace pi_cuda

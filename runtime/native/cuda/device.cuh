@@ -63,6 +63,15 @@ struct pi_gpu {
     pi_cuda::Scratch partials; // of split attention, or of split accumulation
     pi_cuda::Scratch halves;   // activations of a matrix product as float16, with their scales
     pi_cuda::Scratch tile;     // rows of a matrix as float16, or as the file has them
+
+    bool capturing = false;
+    uint64_t n_launches = 0;
+    uint64_t launches_before = 0; // what is being captured
+    uint64_t n_graphs = 0;        // they hold addresses: scratch must not move
+    uint64_t graph_bytes = 0;
+    uint64_t graph_limit_bytes = 0; // kept for them, of the budget
+
+    uint64_t memory_bytes() const { return budget_bytes - context_bytes - graph_limit_bytes; }
 };
 
 namespace pi_cuda {
@@ -84,6 +93,12 @@ int32_t operate(pi_gpu *gpu, Function &&function) noexcept {
     });
 }
 
+// Throws Failure while a graph is recorded: what waits, or moves memory, is no part of one.
+inline void require_no_capture(const pi_gpu &gpu, const char *what) {
+    if (gpu.capturing)
+        throw Failure{PI_FAILURE, std::string(what) + " while a graph is being recorded"};
+}
+
 inline unsigned ceil_div(uint64_t a, uint64_t b) {
     return static_cast<unsigned>((a + b - 1) / b);
 }
@@ -97,6 +112,7 @@ void launch(const char *what, pi_gpu &gpu, void (*kernel)(Params...), dim3 grid,
             size_t shared_bytes, Args... args) {
     start_kernel(kernel, grid, block, shared_bytes, gpu.stream, args...);
     check(cudaGetLastError(), what);
+    ++gpu.n_launches;
 }
 
 __device__ inline float warp_sum(float x) {

@@ -14,11 +14,12 @@
 extern "C" {
 #endif
 
-#define PI_GPU_ABI 1u
+#define PI_GPU_ABI 2u
 #define PI_GPU_ENTRY "pi_gpu_api_get"
 #define PI_GPU_MAX_PRODUCTS 4
 
-typedef struct pi_gpu pi_gpu; /* an open device: context, stream, memory under a budget */
+typedef struct pi_gpu pi_gpu;             /* an open device: context, stream, memory under a budget */
+typedef struct pi_gpu_graph pi_gpu_graph; /* recorded operations */
 
 typedef struct pi_gpu_info {
     char name[128];
@@ -30,6 +31,9 @@ typedef struct pi_gpu_info {
         context_bytes; /* what opening the device took, or a reserve for it where that cannot be measured */
     uint64_t mapped_bytes; /* taken for allocations */
     uint64_t budget_bytes;
+    uint64_t graph_limit_bytes; /* of the budget, kept for graphs */
+    uint64_t graph_bytes;       /* taken by them, as far as the device's free memory tells */
+    uint64_t n_launches;        /* kernels and copies queued so far, a graph's whenever it is launched */
 } pi_gpu_info;
 
 /* Rows of a matrix in device memory as multiply_matrix() and others read them. The bytes of a row are those
@@ -105,8 +109,9 @@ typedef struct pi_gpu_api {
     int32_t (*info)(pi_gpu *, pi_gpu_info *out);
     /* Scratch that operations take as they need it, from the start: afterwards none of these sizes takes
      * more. Transposed products and attention: partials; large products: activations as float16, and a tile
-     * of rows. */
-    int32_t (*reserve)(pi_gpu *, uint64_t partials_bytes, uint64_t halves_bytes, uint64_t tile_bytes);
+     * of rows. graphs_bytes of the budget are kept for graphs. */
+    int32_t (*reserve)(pi_gpu *, uint64_t partials_bytes, uint64_t halves_bytes, uint64_t tile_bytes,
+                       uint64_t graphs_bytes);
     /* PI_DOES_NOT_FIT above the budget; contents are undefined. */
     int32_t (*allocate)(pi_gpu *, uint64_t n_bytes, void **out);
     int32_t (*release)(pi_gpu *, void *data);
@@ -117,6 +122,17 @@ typedef struct pi_gpu_api {
     int32_t (*copy)(pi_gpu *, const void *from, uint64_t n_bytes, void *to);
     int32_t (*zero)(pi_gpu *, void *data, uint64_t n_bytes);
     int32_t (*synchronize)(pi_gpu *);
+
+    /* ---- graphs ---- */
+    /* From here to end_capture operations are recorded and not done, with the addresses and sizes that they
+     * are given. Allocating, releasing, uploading, downloading and synchronizing fail meanwhile. */
+    int32_t (*begin_capture)(pi_gpu *);
+    /* What was recorded, ready to be launched; nothing of it has been done. out NULL: it is forgotten.
+     * PI_DOES_NOT_FIT where graphs would take more than what was reserved for them. */
+    int32_t (*end_capture)(pi_gpu *, pi_gpu_graph **out);
+    int32_t (*launch_graph)(pi_gpu *, pi_gpu_graph *);
+    /* Waits for the device first. Before close(). */
+    int32_t (*release_graph)(pi_gpu *, pi_gpu_graph *);
 
     /* ---- matrices ---- */
     uint64_t (*row_stride)(uint32_t kernel_type, uint32_t n_cols); /* 0: this device has no kernels for it */

@@ -233,9 +233,11 @@ typedef struct pi_stats {
     uint64_t kv_bytes;
     uint64_t scratch_bytes;
     const char *isa;
-    const char *device;            /* the GPU's name; NULL: none is open */
-    uint64_t device_bytes;         /* taken there, the context included */
-    uint64_t device_context_bytes; /* of that, the context, or the reserve for it */
+    const char *device;             /* the GPU's name; NULL: none is open */
+    uint64_t device_bytes;          /* taken there, the context included */
+    uint64_t device_context_bytes;  /* of that, the context, or the reserve for it */
+    uint64_t device_launches;       /* kernels and copies queued there since the engine was made */
+    uint64_t device_graph_launches; /* series of them that were queued at once, as graphs */
 } pi_stats;
 
 PI_API pi_status pi_engine_create(pi_model *model, const pi_plan *plan, pi_engine **out);

@@ -7,6 +7,15 @@
 #include <limits>
 
 namespace pi {
+namespace {
+
+constexpr uint32_t graph_tokens = 16; // of a step that is worth a graph: larger ones do not wait for launches
+
+bool are_neighbours(std::span<const uint32_t> rows) {
+    return !rows.empty() && rows.back() - rows.front() + 1 == rows.size();
+}
+
+} // namespace
 
 Buffers::Buffers(const Ops &ops, Stream &stream, const ModelConfig &config, uint32_t max_tokens)
     : ops_(ops), stream_(stream) {
@@ -18,8 +27,6 @@ Buffers::Buffers(const Ops &ops, Stream &stream, const ModelConfig &config, uint
     v = take(n * config.n_embd_kv());
     attended = take(n * config.n_embd_q());
     block = take(n * config.n_embd);
-    cosine = take(n * config.n_rot / 2);
-    sine = take(n * config.n_rot / 2);
     logits = take(uint64_t{std::min(max_tokens, logit_rows)} * config.n_vocab);
 }
 
@@ -59,22 +66,68 @@ std::vector<uint8_t> Forward::ffn_modes(const Step &step, bool exact_layer) cons
     return modes;
 }
 
-Side &Forward::begin(const Step &step, Results &results) const {
-    results.n_tokens = step.n_tokens();
-    results.fired.assign(record_fired ? step.n_tokens() * model.config.n_layers * fired_words() : 0, 0);
+Side &Forward::begin(const Pass &pass) const {
+    const Step &step = pass.step;
+    pass.results.n_tokens = step.n_tokens();
+    pass.results.fired.assign(record_fired ? step.n_tokens() * model.config.n_layers * fired_words() : 0, 0);
     for (Side *side : {sides.cpu, sides.gpu}) {
         if (side != nullptr)
-            side->ops.begin_step(side->stream, cache, step);
+            side->ops.begin_step(side->stream, cache, step, pass.angles);
     }
-    rope_angles(step);
-    Side &side = step.tokens.empty() ? sides.of_layer(0) : sides.of_embedding();
-    if (step.tokens.empty()) {
+    Side &side = of_part(first_part(step));
+    if (step.tokens.empty())
         side.ops.upload(side.stream, step.embeddings.data(), step.embeddings.size(), side.buffers.residual);
-    } else {
-        side.ops.embed(side.stream, model.weights.embedding, step.tokens.data(), step.n_tokens(),
-                       side.buffers.residual);
-    }
     return side;
+}
+
+Side &Forward::of_part(uint32_t part) const {
+    if (part == 0)
+        return sides.of_embedding();
+    return part <= model.config.n_layers ? sides.of_layer(part - 1) : sides.of_head();
+}
+
+void Forward::queue(Side &side, uint32_t part, const Pass &pass) const {
+    if (part == 0)
+        return side.ops.embed(side.stream, model.weights.embedding, pass.step, side.buffers.residual);
+    if (part > model.config.n_layers)
+        return head(side, pass.step, 0);
+    attention(side, pass.step, part - 1);
+    ffn(side, pass, part - 1);
+}
+
+uint32_t Forward::end_of_graph(uint32_t part, const Pass &pass) const {
+    const Side &side = of_part(part);
+    const bool recordable = side.ops.begin_graph != nullptr && pass.step.n_tokens() <= graph_tokens &&
+                            !record_fired && !pass.step.has_tree();
+    uint32_t end = part;
+    while (recordable && end < n_parts() && &of_part(end) == &side)
+        ++end;
+    return end;
+}
+
+void Forward::in_graph(Side &side, uint32_t part, uint32_t end, const Pass &pass) const {
+    const std::vector<uint32_t> &rows = pass.step.rows;
+    GraphKey key = {part, end, pass.step.n_tokens(), static_cast<uint32_t>(rows.size()),
+                    are_neighbours(rows) ? rows.front() : UINT32_MAX};
+    for (uint32_t t = 0; t < pass.step.n_tokens(); ++t)
+        key.push_back(uint32_t{pass.modes[t]} << 8 | pass.exact_layer_modes[t]);
+    const auto queue_parts = [&] {
+        for (uint32_t i = part; i < end; ++i)
+            queue(side, i, pass);
+    };
+    const Graph graph = side.ops.begin_graph(side.stream, key, pass.counts);
+    if (graph == Graph::replayed)
+        return;
+    if (graph == Graph::none)
+        return queue_parts();
+    try {
+        queue_parts();
+    } catch (...) {
+        side.ops.abandon_graph(side.stream);
+        throw;
+    }
+    if (!side.ops.end_graph(side.stream, pass.counts))
+        queue_parts();
 }
 
 Side &Forward::hand_over(Side &from, Side &to, const Step &step) const {
@@ -92,12 +145,12 @@ Side &Forward::hand_over(Side &from, Side &to, const Step &step) const {
 }
 
 // Angles in float32, as the reference implementation forms them: position * (1 / theta^(2i / n_rot)).
-void Forward::rope_angles(const Step &step) const {
+RopeAngles Forward::rope_angles(const Step &step) const {
     const ModelConfig &config = model.config;
     const uint32_t pairs = config.n_rot / 2;
     const float *factors = model.weights.rope_factors;
-    std::vector<float> cosine(size_t{step.n_tokens()} * pairs);
-    std::vector<float> sine(cosine.size());
+    const size_t n = size_t{step.n_tokens()} * pairs;
+    RopeAngles angles{std::vector<float>(n), std::vector<float>(n)};
     for (uint32_t i = 0; i < pairs; ++i) {
         const double exponent = 2.0 * i / config.n_rot;
         auto frequency = static_cast<float>(std::pow(static_cast<double>(config.rope_theta), -exponent));
@@ -106,16 +159,11 @@ void Forward::rope_angles(const Step &step) const {
             frequency /= factors[i];
         for (uint32_t token = 0; token < step.n_tokens(); ++token) {
             const double angle = static_cast<float>(step.positions[token]) * frequency;
-            cosine[token * pairs + i] = static_cast<float>(std::cos(angle));
-            sine[token * pairs + i] = static_cast<float>(std::sin(angle));
+            angles.cosine[token * pairs + i] = static_cast<float>(std::cos(angle));
+            angles.sine[token * pairs + i] = static_cast<float>(std::sin(angle));
         }
     }
-    for (Side *side : {sides.cpu, sides.gpu}) {
-        if (side == nullptr)
-            continue;
-        side->ops.upload(side->stream, cosine.data(), cosine.size(), side->buffers.cosine);
-        side->ops.upload(side->stream, sine.data(), sine.size(), side->buffers.sine);
-    }
+    return angles;
 }
 
 void Forward::attention(Side &side, const Step &step, uint32_t layer) const {
@@ -128,10 +176,8 @@ void Forward::attention(Side &side, const Step &step, uint32_t layer) const {
                               whole(weights.k, weights.k_bias, side.buffers.k),
                               whole(weights.v, weights.v_bias, side.buffers.v)};
     side.ops.matmul(side.stream, {inputs, 3}, side.buffers.normed, step.positions.data(), n);
-    side.ops.rope(side.stream, side.buffers.q, n, config.n_heads, config, side.buffers.cosine,
-                  side.buffers.sine);
-    side.ops.rope(side.stream, side.buffers.k, n, config.n_kv_heads, config, side.buffers.cosine,
-                  side.buffers.sine);
+    side.ops.rope(side.stream, side.buffers.q, n, config.n_heads, config);
+    side.ops.rope(side.stream, side.buffers.k, n, config.n_kv_heads, config);
     side.ops.store_kv(side.stream, cache, step, layer, side.buffers.k, side.buffers.v);
     side.ops.attend(side.stream,
                     {&config, &cache, &step, layer, side.buffers.q, side.buffers.attended, nullptr});
@@ -140,8 +186,8 @@ void Forward::attention(Side &side, const Step &step, uint32_t layer) const {
     side.ops.add(side.stream, side.buffers.block, uint64_t{n} * config.n_embd, side.buffers.residual);
 }
 
-void Forward::ffn(Side &side, const Step &step, uint32_t layer, const uint8_t *modes, FfnCounts &counts,
-                  Results &results) const {
+void Forward::ffn(Side &side, const Pass &pass, uint32_t layer) const {
+    const Step &step = pass.step;
     const ModelConfig &config = model.config;
     const LayerWeights &weights = model.weights.layers[layer];
     const uint32_t n = step.n_tokens();
@@ -152,38 +198,40 @@ void Forward::ffn(Side &side, const Step &step, uint32_t layer, const uint8_t *m
     args.layer = &weights;
     args.neuron_end = config.n_ff;
     args.n_tokens = n;
-    args.modes = modes;
+    args.modes = (config.is_exact_layer(layer) ? pass.exact_layer_modes : pass.modes).data();
     args.positions = step.positions.data();
     args.sparse_threshold = plan.sparse_threshold;
     args.normed = side.buffers.normed;
     args.residual = side.buffers.residual;
     args.out = side.buffers.block;
-    args.counts = &counts;
-    args.fired = results.fired.empty() ? nullptr : results.fired.data() + layer * fired_words();
+    args.counts = &pass.counts;
+    args.fired = pass.results.fired.empty() ? nullptr : pass.results.fired.data() + layer * fired_words();
     args.fired_stride = config.n_layers * fired_words();
     side.ops.ffn(side.stream, args);
     side.ops.add(side.stream, side.buffers.block, uint64_t{n} * config.n_embd, side.buffers.residual);
 }
 
-// Logits of the given tokens, a few rows at a time: a long scored text never needs all of them at once.
-void Forward::head(Side &side, const std::vector<uint32_t> &rows, const Step &step, Results &results) const {
+void Forward::head(Side &side, const Step &step, uint32_t begin) const {
     const ModelConfig &config = model.config;
-    const uint32_t rows_each = std::min(plan.max_batch_tokens, Buffers::logit_rows);
-    for (size_t begin = 0; begin < rows.size(); begin += rows_each) {
-        const auto n = static_cast<uint32_t>(std::min<size_t>(rows_each, rows.size() - begin));
-        side.ops.gather(side.stream, side.buffers.residual, rows.data() + begin, n, config.n_embd,
+    if (begin >= step.rows.size())
+        return;
+    const auto n = std::min(rows_each(), static_cast<uint32_t>(step.rows.size()) - begin);
+    const float *rows = side.buffers.residual + uint64_t{step.rows[begin]} * config.n_embd;
+    if (!are_neighbours({step.rows.data() + begin, n})) {
+        side.ops.gather(side.stream, step, side.buffers.residual, begin, n, config.n_embd,
                         side.buffers.block);
-        side.ops.rms_norm(side.stream, side.buffers.block, model.weights.output_norm, n, config.n_embd,
-                          config.rms_eps, side.buffers.normed);
-        const Product product = whole(model.weights.head, nullptr, side.buffers.logits);
-        side.ops.matmul(side.stream, {&product, 1}, side.buffers.normed, nullptr, n);
-        read_rows(side, {rows.data() + begin, n}, step, results);
+        rows = side.buffers.block;
     }
+    side.ops.rms_norm(side.stream, rows, model.weights.output_norm, n, config.n_embd, config.rms_eps,
+                      side.buffers.normed);
+    const Product product = whole(model.weights.head, nullptr, side.buffers.logits);
+    side.ops.matmul(side.stream, {&product, 1}, side.buffers.normed, nullptr, n);
 }
 
 // Moves what the caller asked of the computed rows to the results: whole rows, or one number each.
-void Forward::read_rows(Side &side, std::span<const uint32_t> rows, const Step &step,
-                        Results &results) const {
+void Forward::read_rows(Side &side, std::span<const uint32_t> rows, const Pass &pass) const {
+    const Step &step = pass.step;
+    Results &results = pass.results;
     const uint64_t n_vocab = model.config.n_vocab;
     std::vector<int32_t> targets;
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -191,34 +239,33 @@ void Forward::read_rows(Side &side, std::span<const uint32_t> rows, const Step &
             targets.push_back(step.targets[rows[i]]);
         if (!std::binary_search(step.wanted.begin(), step.wanted.end(), rows[i]))
             continue;
-        results.logits.resize(results.logits.size() + n_vocab);
+        results.logits.resize(results.logits.size() + n_vocab); // there is room: nothing moves
         side.ops.download(side.stream, side.buffers.logits + i * n_vocab, n_vocab,
                           &results.logits[results.logits.size() - n_vocab]);
-        side.ops.synchronize(side.stream); // the next row may move the results
     }
-    if (targets.empty())
-        return;
-    std::vector<float> logprobs(rows.size());
-    side.ops.log_probabilities(side.stream, side.buffers.logits, static_cast<uint32_t>(rows.size()),
-                               model.config.n_vocab, targets.data(), logprobs.data());
+    std::vector<float> logprobs(targets.size());
+    if (!targets.empty())
+        side.ops.log_probabilities(side.stream, side.buffers.logits, static_cast<uint32_t>(rows.size()),
+                                   model.config.n_vocab, targets.data(), logprobs.data());
     side.ops.synchronize(side.stream);
-    for (size_t i = 0; i < rows.size(); ++i)
+    for (size_t i = 0; i < targets.size(); ++i)
         results.logprobs[rows[i]] = logprobs[i];
 }
 
-void Forward::finish(Side &side, const Step &step, Results &results) const {
+// The rows of the head a few at a time: a long scored text never needs all logits at once.
+void Forward::finish(Side &side, const Pass &pass) const {
+    const std::vector<uint32_t> &rows = pass.step.rows;
+    Results &results = pass.results;
     results.logits.clear();
-    results.logits.reserve(step.wanted.size() *
+    results.logits.reserve(pass.step.wanted.size() *
                            uint64_t{model.config.n_vocab}); // what the plan counts, no more
-    results.logprobs.assign(step.targets.size(), std::numeric_limits<float>::quiet_NaN());
-    std::vector<uint32_t> rows = step.wanted;
-    for (uint32_t i = 0; i < step.targets.size(); ++i) {
-        if (step.targets[i] >= 0)
-            rows.push_back(i);
+    results.logprobs.assign(pass.step.targets.size(), std::numeric_limits<float>::quiet_NaN());
+    for (uint32_t begin = 0; begin < rows.size(); begin += rows_each()) {
+        if (begin > 0)
+            head(side, pass.step, begin);
+        const size_t n = std::min<size_t>(rows_each(), rows.size() - begin);
+        read_rows(side, {rows.data() + begin, n}, pass);
     }
-    std::sort(rows.begin(), rows.end());
-    rows.erase(std::unique(rows.begin(), rows.end()), rows.end());
-    head(side, rows, step, results);
 }
 
 } // namespace pi

@@ -5,6 +5,7 @@
 #include "ops.h"
 #include "plan.h"
 
+#include <algorithm>
 #include <atomic>
 
 namespace pi {
@@ -34,8 +35,6 @@ class Buffers {
     float *v;        // [n_tokens, n_embd_kv]
     float *attended; // [n_tokens, n_embd_q]
     float *block;    // [n_tokens, n_embd] output of attention or FFN before it is added
-    float *cosine;   // [n_tokens, n_rot / 2]
-    float *sine;     // [n_tokens, n_rot / 2]
     float *logits;   // [logit_rows, n_vocab]
 
     static constexpr uint32_t logit_rows = 64; // rows of the head computed at a time
@@ -78,6 +77,16 @@ struct Sides {
     }
 };
 
+// A step on its way through the model.
+struct Pass {
+    const Step &step;
+    const RopeAngles angles;
+    const std::vector<uint8_t> modes;             // [n_tokens] PI_FFN_*
+    const std::vector<uint8_t> exact_layer_modes; // [n_tokens] where the file wants the layer exact
+    FfnCounts &counts;
+    Results &results;
+};
+
 struct Forward {
     const pi_model &model;
     const Plan &plan;
@@ -85,22 +94,24 @@ struct Forward {
     const KvCache &cache;
     const bool record_fired;
 
-    // Computes the step's new tokens; their KV slots are reserved. `interrupted` is asked between layers;
-    // true ends the step with Error (PI_INTERRUPTED).
+    // Computes the step's new tokens; their KV slots are reserved. `interrupted` is asked between layers (a
+    // graph is one); true ends the step with Error (PI_INTERRUPTED).
     template <typename Interrupted>
     void run(const Step &step, const Interrupted &interrupted, FfnCounts &counts, Results &results) const {
-        Side *side = &begin(step, results);
-        const std::vector<uint8_t> modes = ffn_modes(step, false);
-        const std::vector<uint8_t> exact_layer_modes = ffn_modes(step, true);
-        for (uint32_t layer = 0; layer < model.config.n_layers; ++layer) {
+        const Pass pass{step,   rope_angles(step), ffn_modes(step, false), ffn_modes(step, true), counts,
+                        results};
+        Side *side = &begin(pass);
+        for (uint32_t part = first_part(step), end = part; part < n_parts(); part = end) {
             if (interrupted())
                 throw_interrupted();
-            side = &hand_over(*side, sides.of_layer(layer), step);
-            attention(*side, step, layer);
-            const bool exact = model.config.is_exact_layer(layer);
-            ffn(*side, step, layer, (exact ? exact_layer_modes : modes).data(), counts, results);
+            side = &hand_over(*side, of_part(part), step);
+            end = end_of_graph(part, pass);
+            if (end > part)
+                in_graph(*side, part, end, pass);
+            else
+                queue(*side, end++, pass);
         }
-        finish(hand_over(*side, sides.of_head(), step), step, results);
+        finish(*side, pass);
         sides.synchronize(); // counts and records arrive, and failures of queued work belong to this step
     }
 
@@ -109,19 +120,31 @@ struct Forward {
     std::vector<uint8_t> ffn_modes(const Step &step, bool exact_layer) const;
 
   private:
+    // Parts of the way, in their order: the embedding, every layer, the first rows of the head.
+    uint32_t n_parts() const { return model.config.n_layers + 2; }
+    uint32_t first_part(const Step &step) const { return step.tokens.empty() ? 1 : 0; }
+    Side &of_part(uint32_t part) const;
+    // Queues one part.
+    void queue(Side &side, uint32_t part, const Pass &pass) const;
+    // One beyond the last part of a graph that begins here; the part itself where none does.
+    uint32_t end_of_graph(uint32_t part, const Pass &pass) const;
+    // Queues parts [part, end), which are all on this side, at once if they were recorded before.
+    void in_graph(Side &side, uint32_t part, uint32_t end, const Pass &pass) const;
+
     [[noreturn]] static void throw_interrupted();
-    // The side that the tokens' embeddings are on.
-    Side &begin(const Step &step, Results &results) const;
-    void rope_angles(const Step &step) const;
+    // The side of the first part.
+    Side &begin(const Pass &pass) const;
+    RopeAngles rope_angles(const Step &step) const;
     // Moves the residual stream to the next side, and returns that.
     Side &hand_over(Side &from, Side &to, const Step &step) const;
     void attention(Side &side, const Step &step, uint32_t layer) const;
-    void ffn(Side &side, const Step &step, uint32_t layer, const uint8_t *modes, FfnCounts &counts,
-             Results &results) const;
+    void ffn(Side &side, const Pass &pass, uint32_t layer) const;
     uint64_t fired_words() const { return (model.config.n_ff + 63) / 64; }
-    void finish(Side &side, const Step &step, Results &results) const;
-    void head(Side &side, const std::vector<uint32_t> &rows, const Step &step, Results &results) const;
-    void read_rows(Side &side, std::span<const uint32_t> rows, const Step &step, Results &results) const;
+    uint32_t rows_each() const { return std::min(plan.max_batch_tokens, Buffers::logit_rows); }
+    // Logits of the rows [begin, begin + rows_each()) of step.rows.
+    void head(Side &side, const Step &step, uint32_t begin) const;
+    void finish(Side &side, const Pass &pass) const;
+    void read_rows(Side &side, std::span<const uint32_t> rows, const Pass &pass) const;
 };
 
 } // namespace pi

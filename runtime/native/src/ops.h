@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <span>
+#include <vector>
 
 namespace pi {
 
@@ -52,6 +53,22 @@ struct FfnArgs {
     uint64_t fired_stride; // words from one token to the next
 };
 
+// Of every token of a step.
+struct RopeAngles {
+    std::vector<float> cosine; // [n_tokens, n_rot / 2]
+    std::vector<float> sine;   // [n_tokens, n_rot / 2]
+};
+
+// What a series of operations depends on beside what begin_step describes: two steps with one key queue the
+// same operations with the same sizes.
+using GraphKey = std::vector<uint32_t>;
+
+enum class Graph {
+    replayed,  // the series of the key is queued
+    recording, // its operations are to be given, then end_graph
+    none       // they are to be given, and are queued one by one
+};
+
 struct AttentionArgs {
     const ModelConfig *config;
     const KvCache *cache;
@@ -66,16 +83,24 @@ struct Ops {
     const char *name;
     float *(*allocate)(Stream &, uint64_t n_floats); // throws std::bad_alloc
     void (*release)(Stream &, float *);
-    // Before the operations of a step, whose KV slots are reserved; it and the cache outlive the step.
-    void (*begin_step)(Stream &, const KvCache &, const Step &);
+    // Before the operations of a step, whose KV slots are reserved; all three outlive it.
+    void (*begin_step)(Stream &, const KvCache &, const Step &, const RopeAngles &);
+    // Series of operations that are recorded once and queued at once later; null: this backend has none.
+    // Only operations between begin_step's copies and the results' may be among them. counts: what the
+    // operations add to on the host.
+    Graph (*begin_graph)(Stream &, const GraphKey &, FfnCounts &counts);
+    // Queues what was recorded. False: it could not be kept, nor done; counts are as they were.
+    bool (*end_graph)(Stream &, FfnCounts &counts);
+    void (*abandon_graph)(Stream &) noexcept;
 
     void (*upload)(Stream &, const float *host, uint64_t n, float *out);
     void (*download)(Stream &, const float *x, uint64_t n, float *host); // done after synchronize()
 
-    // out [n_rows, n] = rows of x
-    void (*gather)(Stream &, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n, float *out);
-    // out [n, n_embd] = rows of the embedding
-    void (*embed)(Stream &, const Matrix &embedding, const int32_t *tokens, uint32_t n, float *out);
+    // out [n_rows, n] = rows step.rows[begin + i] of x
+    void (*gather)(Stream &, const Step &, const float *x, uint32_t begin, uint32_t n_rows, uint32_t n,
+                   float *out);
+    // out [n_tokens, n_embd] = rows of the embedding
+    void (*embed)(Stream &, const Matrix &embedding, const Step &, float *out);
     // every row: out = x / rms(x) * gain
     void (*rms_norm)(Stream &, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
                      float *out);
@@ -85,9 +110,8 @@ struct Ops {
                    uint32_t n_tokens);
     // y += x
     void (*add)(Stream &, const float *x, uint64_t n, float *y);
-    // x [n_tokens, n_heads, head_dim] turned by cosine, sine [n_tokens, n_rot / 2]
-    void (*rope)(Stream &, float *x, uint32_t n_tokens, uint32_t n_heads, const ModelConfig &,
-                 const float *cosine, const float *sine);
+    // x [n_tokens, n_heads, head_dim] turned by the step's angles
+    void (*rope)(Stream &, float *x, uint32_t n_tokens, uint32_t n_heads, const ModelConfig &);
     // k, v [n_tokens, n_kv_heads, head_dim] into the tokens' slots
     void (*store_kv)(Stream &, const KvCache &, const Step &, uint32_t layer, const float *k, const float *v);
     void (*attend)(Stream &, const AttentionArgs &);

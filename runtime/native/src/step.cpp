@@ -74,16 +74,18 @@ void Step::place(const pi_batch &batch, const KvCache &cache) {
 }
 
 void Step::read_outputs(const pi_batch &batch, const ModelConfig &config) {
-    for (uint32_t i = 0; batch.want_logits != nullptr && i < batch.n_tokens; ++i) {
-        if (batch.want_logits[i] != 0)
-            wanted.push_back(i);
-    }
-    if (batch.targets == nullptr)
-        return;
-    targets.assign(batch.targets, batch.targets + batch.n_tokens);
+    if (batch.targets != nullptr)
+        targets.assign(batch.targets, batch.targets + batch.n_tokens);
     for (const int32_t target : targets) {
         if (target != -1)
             require_token(target, config.n_vocab, "target");
+    }
+    for (uint32_t i = 0; i < batch.n_tokens; ++i) {
+        const bool want = batch.want_logits != nullptr && batch.want_logits[i] != 0;
+        if (want)
+            wanted.push_back(i);
+        if (want || (!targets.empty() && targets[i] >= 0))
+            rows.push_back(i);
     }
 }
 

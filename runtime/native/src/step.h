@@ -33,6 +33,7 @@ class Step {
     std::vector<int32_t> sequences;                   // [n_tokens]
     std::vector<uint32_t> slots;                      // [n_tokens] place in the sequence's pages
     std::vector<uint32_t> wanted;                     // tokens whose logits are wanted, ascending
+    std::vector<uint32_t> rows;                       // those and the ones with a target, ascending
     std::vector<int32_t> targets;                     // [n_tokens] or empty
     std::vector<uint8_t> rules;                       // [n_tokens] PI_RULE_*
     std::vector<std::pair<int32_t, uint32_t>> growth; // sequence -> its new tokens

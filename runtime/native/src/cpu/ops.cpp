@@ -19,21 +19,25 @@ void release(CpuStream &, float *data) {
     ::operator delete(data, std::align_val_t{64});
 }
 
-void begin_step(CpuStream &, const KvCache &, const Step &) {} // operations read cache and step themselves
+// Operations read cache and step themselves.
+void begin_step(CpuStream &stream, const KvCache &, const Step &, const RopeAngles &angles) {
+    stream.angles = &angles;
+}
 
 void copy(CpuStream &, const float *from, uint64_t n, float *to) {
     std::copy_n(from, n, to);
 }
 
-void gather(CpuStream &, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n, float *out) {
+void gather(CpuStream &, const Step &step, const float *x, uint32_t begin, uint32_t n_rows, uint32_t n,
+            float *out) {
     for (uint32_t i = 0; i < n_rows; ++i)
-        std::copy_n(x + uint64_t{rows[i]} * n, n, out + uint64_t{i} * n);
+        std::copy_n(x + uint64_t{step.rows[begin + i]} * n, n, out + uint64_t{i} * n);
 }
 
-void embed(CpuStream &stream, const Matrix &embedding, const int32_t *tokens, uint32_t n, float *out) {
+void embed(CpuStream &stream, const Matrix &embedding, const Step &step, float *out) {
     const auto dequantize = stream.kernels.type[embedding.type->kernel_index].dequantize;
-    stream.pool.run(n, [&](int64_t i, uint32_t) {
-        const auto row = static_cast<uint64_t>(tokens[i]);
+    stream.pool.run(step.n_tokens(), [&](int64_t i, uint32_t) {
+        const auto row = static_cast<uint64_t>(step.tokens[static_cast<size_t>(i)]);
         dequantize(embedding.rows(row, row + 1).base, 0, static_cast<int64_t>(embedding.n_cols),
                    out + i * static_cast<int64_t>(embedding.n_cols));
     });
@@ -54,8 +58,8 @@ void add(CpuStream &stream, const float *x, uint64_t n, float *y) {
     });
 }
 
-void rope(CpuStream &stream, float *x, uint32_t n_tokens, uint32_t n_heads, const ModelConfig &config,
-          const float *cosine, const float *sine) {
+void rope(CpuStream &stream, float *x, uint32_t n_tokens, uint32_t n_heads, const ModelConfig &config) {
+    const float *cosine = stream.angles->cosine.data(), *sine = stream.angles->sine.data();
     const int64_t width = int64_t{n_heads} * config.head_dim;
     const int64_t pairs = config.n_rot / 2;
     stream.pool.run(n_tokens, [&](int64_t token, uint32_t) {
@@ -128,6 +132,9 @@ constexpr Ops cpu_ops = {
     .allocate = Entry<allocate>::call,
     .release = Entry<release>::call,
     .begin_step = Entry<begin_step>::call,
+    .begin_graph = nullptr,
+    .end_graph = nullptr,
+    .abandon_graph = nullptr,
     .upload = Entry<copy>::call,
     .download = Entry<copy>::call,
     .gather = Entry<gather>::call,

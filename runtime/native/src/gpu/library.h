@@ -41,6 +41,10 @@ class GpuDevice {
         return data;
     }
     int32_t try_release(void *data) const noexcept { return api_.release(handle_, data); }
+    int32_t try_release_graph(pi_gpu_graph *graph) const noexcept {
+        return api_.release_graph(handle_, graph);
+    }
+    int32_t try_end_capture(pi_gpu_graph **out) const noexcept { return api_.end_capture(handle_, out); }
     const pi_gpu_api &api() const { return api_; }
     pi_gpu_info info() const;
 

@@ -2,6 +2,8 @@
 #include "stream.h"
 
 #include <algorithm>
+#include <bit>
+#include <cstring>
 #include <utility>
 
 namespace pi {
@@ -26,15 +28,32 @@ void download(GpuStream &stream, const float *x, uint64_t n, float *host) {
     stream.device.call(&pi_gpu_api::download, x, n * sizeof(float), host);
 }
 
-void gather(GpuStream &stream, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n,
-            float *out) {
-    stream.device.call(&pi_gpu_api::gather, x, stream.indices(rows, n_rows), n_rows, n, out);
+Graph begin_graph(GpuStream &stream, const GraphKey &key, FfnCounts &counts) {
+    GraphKey whole = key;
+    const auto at = static_cast<uint32_t>(stream.step.table - stream.step_buffers.words);
+    whole.insert(whole.end(), {at, stream.step.table_stride, stream.step.most_pages, stream.n_tiles});
+    const Graph graph = stream.graphs.begin(whole, counts);
+    if (graph == Graph::replayed)
+        stream.counts = &counts;
+    return graph;
 }
 
-void embed(GpuStream &stream, const Matrix &embedding, const int32_t *tokens, uint32_t n, float *out) {
+bool end_graph(GpuStream &stream, FfnCounts &counts) {
+    return stream.graphs.end(counts);
+}
+
+void abandon_graph(GpuStream &stream) noexcept {
+    stream.graphs.abandon();
+}
+
+void gather(GpuStream &stream, const Step &, const float *x, uint32_t begin, uint32_t n_rows, uint32_t n,
+            float *out) {
+    stream.device.call(&pi_gpu_api::gather, x, stream.wanted + begin, n_rows, n, out);
+}
+
+void embed(GpuStream &stream, const Matrix &embedding, const Step &step, float *out) {
     const pi_gpu_rows rows = stream.rows(embedding);
-    const auto *on_device = reinterpret_cast<const int32_t *>(stream.indices(tokens, n));
-    stream.device.call(&pi_gpu_api::fetch_rows, &rows, on_device, n, out);
+    stream.device.call(&pi_gpu_api::fetch_rows, &rows, stream.tokens, step.n_tokens(), out);
 }
 
 void rms_norm(GpuStream &stream, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
@@ -60,9 +79,9 @@ void add(GpuStream &stream, const float *x, uint64_t n, float *y) {
     stream.device.call(&pi_gpu_api::add, x, n, y);
 }
 
-void rope(GpuStream &stream, float *x, uint32_t n_tokens, uint32_t n_heads, const ModelConfig &config,
-          const float *cosine, const float *sine) {
-    stream.device.call(&pi_gpu_api::rope, x, n_tokens, n_heads, config.head_dim, config.n_rot, cosine, sine);
+void rope(GpuStream &stream, float *x, uint32_t n_tokens, uint32_t n_heads, const ModelConfig &config) {
+    stream.device.call(&pi_gpu_api::rope, x, n_tokens, n_heads, config.head_dim, config.n_rot, stream.cosine,
+                       stream.sine);
 }
 
 pi_gpu_kv kv_of(const GpuStream &stream, const KvCache &cache, uint32_t layer) {
@@ -119,7 +138,12 @@ struct Table {
     uint32_t stride = 0;
 };
 
-Table block_table(const KvCache &cache, const Step &step) {
+// Steps of about as many pages look the same to a graph: a power of two, or the longest context's.
+uint32_t page_bucket(const GpuStream &stream, uint32_t n_pages) {
+    return std::min(std::bit_ceil(n_pages), std::max(stream.context_pages, n_pages));
+}
+
+Table block_table(const GpuStream &stream, const KvCache &cache, const Step &step) {
     Table table;
     std::map<int32_t, uint32_t> rows;
     std::vector<uint32_t> n_pages;
@@ -130,7 +154,7 @@ Table block_table(const KvCache &cache, const Step &step) {
         n_pages[found->second] = std::max(n_pages[found->second], step.end_page(t));
         table.row_of_token.push_back(found->second);
     }
-    table.stride = *std::max_element(n_pages.begin(), n_pages.end());
+    table.stride = page_bucket(stream, *std::max_element(n_pages.begin(), n_pages.end()));
     table.pages.resize(rows.size() * table.stride);
     for (const auto &[sequence, row] : rows) {
         for (uint32_t page = 0; page < n_pages[row]; ++page)
@@ -178,6 +202,9 @@ constexpr Ops gpu_ops = {
     .allocate = Entry<allocate>::call,
     .release = Entry<release>::call,
     .begin_step = Entry<gpu_begin_step>::call,
+    .begin_graph = Entry<begin_graph>::call,
+    .end_graph = Entry<end_graph>::call,
+    .abandon_graph = [](Stream &stream) noexcept { abandon_graph(static_cast<GpuStream &>(stream)); },
     .upload = Entry<upload>::call,
     .download = Entry<download>::call,
     .gather = Entry<gather>::call,
@@ -193,20 +220,35 @@ constexpr Ops gpu_ops = {
     .synchronize = Entry<synchronize>::call,
 };
 
+// Arrays side by side, as one copy takes them to the device: at the same places whenever all sizes but the
+// last array's are the same.
+class StepWords {
+  public:
+    explicit StepWords(const GpuStepBuffers &buffers) : buffers_(buffers) {}
+
+    template <typename T>
+    const T *place(const std::vector<T> &values) {
+        static_assert(sizeof(T) == sizeof(uint32_t));
+        const size_t at = words_.size();
+        words_.resize(at + values.size());
+        std::memcpy(words_.data() + at, values.data(), values.size() * sizeof(T));
+        return reinterpret_cast<const T *>(buffers_.words + at);
+    }
+    void upload(const GpuDevice &device) const {
+        if (words_.size() > buffers_.capacity)
+            throw Error(PI_FAILURE, "a step is larger than its place on the device");
+        device.call(&pi_gpu_api::upload, words_.data(), words_.size() * sizeof(uint32_t), buffers_.words);
+    }
+
+  private:
+    const GpuStepBuffers &buffers_;
+    std::vector<uint32_t> words_;
+};
+
 } // namespace
 
-// One copy of all arrays, to the same place every time.
-void gpu_begin_step(GpuStream &stream, const KvCache &cache, const Step &step) {
+void gpu_begin_step(GpuStream &stream, const KvCache &cache, const Step &step, const RopeAngles &angles) {
     const uint32_t n = step.n_tokens();
-    const Table table = block_table(cache, step);
-    const std::vector<uint32_t> tiles = attention_tiles(step);
-    std::vector<uint32_t> words;
-    uint32_t *base = stream.step_buffers.words;
-    const auto place = [&](const std::vector<uint32_t> &values) {
-        const uint32_t *at = base + words.size();
-        words.insert(words.end(), values.begin(), values.end());
-        return at;
-    };
     std::vector<uint32_t> oldest(n), old_length(n);
     uint32_t most_pages = 1;
     for (uint32_t t = 0; t < n; ++t) {
@@ -214,21 +256,26 @@ void gpu_begin_step(GpuStream &stream, const KvCache &cache, const Step &step) {
         old_length[t] = step.old_length(t);
         most_pages = std::max(most_pages, step.end_page(t) - step.first_page(t));
     }
+    const Table table = block_table(stream, cache, step);
+    const std::vector<uint32_t> tiles = attention_tiles(step);
+    StepWords words(stream.step_buffers);
     stream.counts = nullptr;
     stream.step = {};
     stream.step.n_tokens = n;
     stream.step.table_stride = table.stride;
-    stream.step.most_pages = most_pages;
-    stream.step.sequence = place(table.row_of_token);
-    stream.step.slot = place(step.slots);
-    stream.step.oldest = place(oldest);
-    stream.step.old_length = place(old_length);
-    stream.tiles = place(tiles);
+    stream.step.most_pages = page_bucket(stream, most_pages);
+    stream.step.sequence = words.place(table.row_of_token);
+    stream.step.slot = words.place(step.slots);
+    stream.step.oldest = words.place(oldest);
+    stream.step.old_length = words.place(old_length);
+    stream.tokens = words.place(step.tokens);
+    stream.wanted = words.place(step.rows);
+    stream.cosine = words.place(angles.cosine);
+    stream.sine = words.place(angles.sine);
+    stream.tiles = words.place(tiles);
     stream.n_tiles = static_cast<uint32_t>(tiles.size() / 2);
-    stream.step.table = place(table.pages);
-    if (words.size() > stream.step_buffers.capacity)
-        throw Error(PI_FAILURE, "a step is larger than its place on the device");
-    stream.device.call(&pi_gpu_api::upload, words.data(), words.size() * sizeof(uint32_t), base);
+    stream.step.table = words.place(table.pages);
+    words.upload(stream.device);
     upload_tree(stream, step);
 }
 
@@ -247,10 +294,13 @@ std::unique_ptr<KvHome> make_gpu_pages(Stream &stream, const KvShape &shape,
 }
 
 void describe_gpu(const Side &gpu, pi_stats &stats) {
-    const pi_gpu_info info = static_cast<const GpuStream &>(gpu.stream).device.info();
+    const auto &stream = static_cast<const GpuStream &>(gpu.stream);
+    const pi_gpu_info info = stream.device.info();
     stats.device = gpu.backend.isa;
     stats.device_context_bytes = info.context_bytes;
-    stats.device_bytes = info.context_bytes + info.mapped_bytes;
+    stats.device_bytes = info.context_bytes + info.mapped_bytes + info.graph_limit_bytes;
+    stats.device_launches = info.n_launches;
+    stats.device_graph_launches = stream.graphs.n_launches();
     stats.scratch_bytes += gpu.buffers.n_bytes();
 }
 

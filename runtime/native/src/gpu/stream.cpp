@@ -7,7 +7,8 @@ namespace pi {
 
 namespace {
 
-constexpr uint64_t tile_bytes = 32u << 20; // what the device library dequantises, or takes apart, at a time
+constexpr uint64_t graph_bytes = 64u << 20; // of the budget, for graphs
+constexpr uint64_t tile_bytes = 32u << 20;  // what the device library dequantises, or takes apart, at a time
 
 // The scratch that steps of up to n tokens need; runtime/plan/gpu.py counts the same.
 void reserve_scratch(const GpuDevice &device, const ModelConfig &config, uint64_t n) {
@@ -16,13 +17,14 @@ void reserve_scratch(const GpuDevice &device, const ModelConfig &config, uint64_
     const uint64_t sums = (2 * processors + config.n_embd / 1024 + 1) * 1024;
     const uint64_t longest = std::max({config.n_ff, config.n_embd, config.n_embd_q()}) + uint64_t{32};
     device.call(&pi_gpu_api::reserve, std::max(attention, sums) * sizeof(float),
-                n * (2 * longest + sizeof(float)), tile_bytes + uint64_t{64} * longest);
+                n * (2 * longest + sizeof(float)), tile_bytes + uint64_t{64} * longest, graph_bytes);
 }
 
 } // namespace
 
 GpuStream::GpuStream(const pi_model &model, const Plan &plan, const GpuPlacement &placement)
-    : device(0, plan.vram_budget_bytes), name(device.info().name), max_tokens(plan.max_batch_tokens) {
+    : device(0, plan.vram_budget_bytes), name(device.info().name), max_tokens(plan.max_batch_tokens),
+      context_pages((plan.n_context + PI_PAGE - 1) / PI_PAGE) {
     const ModelConfig &config = model.config;
     const bool predictors = plan.ffn_mode(1) == PI_FFN_PREDICTED;
     reserve_scratch(device, config, max_tokens);
@@ -113,9 +115,9 @@ void GpuStream::make_buffers(const ModelConfig &config, const pi_model &model, c
     device.call(&pi_gpu_api::zero, static_cast<void *>(ffn.counts), uint64_t{2} * sizeof(uint64_t));
     row_results = device.allocate<float>(n);
     index_buffer = device.allocate<uint32_t>(n);
-    const uint64_t pages_each = (plan.n_context + PI_PAGE - 1) / PI_PAGE;
     const uint64_t sequences = std::min<uint64_t>(n, plan.n_sequences);
-    step_buffers.capacity = 4 * n + 2 * n + sequences * pages_each;
+    // Places of tokens, tiles, tokens, wanted rows, angles, block table.
+    step_buffers.capacity = n * (4 + 2 + 2 + config.n_rot) + sequences * context_pages;
     step_buffers.words = device.allocate<uint32_t>(step_buffers.capacity);
     step_buffers.tree_capacity = n * ((n + 63) / 64);
     step_buffers.tree = device.allocate<uint64_t>(step_buffers.tree_capacity);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backend.h"
+#include "graphs.h"
 #include "library.h"
 
 #include <map>
@@ -57,17 +58,23 @@ struct GpuStream final : Stream {
     const uint32_t *indices(const void *host, uint32_t n);
 
     GpuDevice device;
+    GpuGraphs graphs{device};
     std::string name;
     GpuPages *pages = nullptr; // the cache's
     GpuFfnBuffers ffn{};
     GpuStepBuffers step_buffers{};
     pi_gpu_step step{};
+    const int32_t *tokens = nullptr;  // [n_tokens]
+    const uint32_t *wanted = nullptr; // step.rows
+    const float *cosine = nullptr;    // [n_tokens, n_rot / 2]
+    const float *sine = nullptr;      // [n_tokens, n_rot / 2]
     const uint32_t *tiles = nullptr;
     uint32_t n_tiles = 0;
     float *row_results = nullptr; // [max_tokens]
     uint32_t *index_buffer = nullptr;
     FfnCounts *counts = nullptr; // to be added to when the device is done
     uint32_t max_tokens;
+    uint32_t context_pages; // of a sequence
 
   private:
     void put(const Matrix &matrix);
@@ -79,8 +86,8 @@ struct GpuStream final : Stream {
     std::map<const float *, const float *> vectors_;
 };
 
-// Describes the step to the device: tokens' places, block table, tiles for attention.
-void gpu_begin_step(GpuStream &stream, const KvCache &cache, const Step &step);
+// Describes the step to the device: tokens and their places, block table, tiles for attention.
+void gpu_begin_step(GpuStream &stream, const KvCache &cache, const Step &step, const RopeAngles &angles);
 void gpu_ffn(GpuStream &stream, const FfnArgs &args);
 
 } // namespace pi

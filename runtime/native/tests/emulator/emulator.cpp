@@ -7,12 +7,21 @@
 #include <cstdlib>
 #include <deque>
 #include <immintrin.h>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <ucontext.h>
+#include <utility>
 #include <vector>
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+using Work = std::vector<std::function<void()>>;
+
+// Work in the order in which it was recorded; arguments are copies, as a device's graph has them.
+struct emulated_graph {
+    std::shared_ptr<const Work> work;
+};
 
 namespace emulator {
 namespace {
@@ -35,6 +44,9 @@ jmp_buf scheduler;
 size_t current;
 uint32_t n_threads;
 const std::function<void()> *body;
+enum class Capture { none, recording, invalid };
+Capture capture = Capture::none; // of the program's thread
+Work recorded;
 alignas(16) uint8_t shared[shared_bytes];
 // [warp][parity]: values of the last two exchanges
 std::vector<uint8_t> slots;
@@ -196,11 +208,21 @@ Queue &the_queue() {
 } // namespace
 
 void queue(std::function<void()> work) {
-    the_queue().add(std::move(work));
+    if (capture == Capture::none)
+        the_queue().add(std::move(work));
+    else
+        recorded.push_back(std::move(work));
 }
 
 void flush_queue() {
     the_queue().flush();
+}
+
+// A wait for the device ends a capture, as it does on one.
+bool may_wait() {
+    if (capture != Capture::none)
+        capture = Capture::invalid;
+    return capture == Capture::none;
 }
 
 void run_queue() {
@@ -241,7 +263,16 @@ uint16_t to_half(float x) {
 } // namespace emulator
 
 const char *cudaGetErrorString(cudaError_t error) {
-    return error == cudaSuccess ? "no error" : error == cudaErrorNotReady ? "not ready" : "out of memory";
+    switch (error) {
+    case cudaSuccess:
+        return "no error";
+    case cudaErrorMemoryAllocation:
+        return "out of memory";
+    case cudaErrorNotReady:
+        return "not ready";
+    default:
+        return "operation not permitted when stream is capturing";
+    }
 }
 cudaError_t cudaGetDeviceCount(int *n) {
     *n = 1;
@@ -288,6 +319,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) {
+    if (!emulator::may_wait())
+        return cudaErrorStreamCaptureUnsupported;
     emulator::run_queue();
     return cudaSuccess;
 }
@@ -306,7 +339,44 @@ cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
     return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t) {
+    if (!emulator::may_wait())
+        return cudaErrorStreamCaptureUnsupported;
     emulator::run_queue();
+    return cudaSuccess;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+    if (emulator::capture != emulator::Capture::none)
+        return cudaErrorStreamCaptureUnsupported;
+    emulator::capture = emulator::Capture::recording;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *out) {
+    auto work = std::make_shared<const Work>(std::exchange(emulator::recorded, {}));
+    const bool valid = emulator::capture == emulator::Capture::recording;
+    emulator::capture = emulator::Capture::none;
+    *out = valid ? new emulated_graph{std::move(work)} : nullptr;
+    return valid ? cudaSuccess : cudaErrorStreamCaptureInvalidated;
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long) {
+    *out = new emulated_graph(*graph);
+    return cudaSuccess;
+}
+cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) {
+    return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t) {
+    emulator::queue([work = graph->work] {
+        for (const std::function<void()> &one : *work)
+            one();
+    });
+    return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    delete graph;
+    return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
+    delete graph;
     return cudaSuccess;
 }
 
