@@ -31,7 +31,7 @@ THREAD_BYTES = 2**20
 DRIVER_BYTES = 384 * 2**20  # an upper estimate of what a GPU's driver takes of the host's memory
 TILE_BYTES = 32 * 2**20  # that the device library dequantises at a time
 ROUNDING_BYTES = 16 * 2**20  # of allocations to pages of the device
-GRAPH_BYTES = 64 * 2**20  # kept for recorded steps
+GRAPH_BYTES = 32 * 2**20  # kept for recorded steps
 LOGIT_ROWS = 64  # rows of the head computed at a time
 PREDICTED_TOGETHER = 16  # tokens that the predictor runs for at a time
 
@@ -136,7 +136,13 @@ def _working_bytes(shape: ModelShape, plan: Plan, device: Device) -> int:
     longest = max(shape.n_ff, shape.n_embd, n_q) + 32
     halves = n * (2 * longest + 4)
     tile = TILE_BYTES + 64 * longest
-    return 4 * (floats + lists + step + max(attention, sums)) + halves + tile + GRAPH_BYTES + ROUNDING_BYTES
+    return (
+        4 * (floats + lists + step + max(attention, sums))
+        + halves
+        + tile
+        + GRAPH_BYTES
+        + ROUNDING_BYTES
+    )
 
 
 def memory_need(shape: ModelShape, plan: Plan) -> MemoryNeed:

@@ -7,8 +7,6 @@
 namespace pi {
 namespace {
 
-constexpr size_t most_series = 16;
-
 bool wanted() {
     const char *value = std::getenv("PI_GPU_GRAPHS");
     return value == nullptr || std::strcmp(value, "0") != 0;
@@ -43,7 +41,7 @@ Graph GpuGraphs::begin(const GraphKey &key, FfnCounts &counts) {
     const auto found =
         std::find_if(series_.begin(), series_.end(), [&](const Series &one) { return one.key == key; });
     if (found == series_.end()) {
-        make_room(most_series - 1);
+        make_room(most_series_ - 1);
         series_.push_front({key, nullptr, {}});
         return Graph::none;
     }
@@ -65,10 +63,11 @@ bool GpuGraphs::end(FfnCounts &counts) {
     Series &series = series_.front();
     const int32_t status = device_.try_end_capture(&series.graph);
     if (status == PI_DOES_NOT_FIT) {
-        enabled_ = series_.size() > 1; // alone it may fit
+        enabled_ = series_.size() > 1; // with fewer others it may fit
         if (!enabled_)
             log(LogLevel::warning, std::string(device_.api().error()) + "; steps run without graphs");
-        make_room(1);
+        most_series_ = std::max<size_t>(series_.size() / 2, 1);
+        make_room(most_series_);
         counts = before_;
         return false;
     }

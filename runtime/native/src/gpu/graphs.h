@@ -38,6 +38,7 @@ class GpuGraphs {
 
     const GpuDevice &device_;
     bool enabled_;
+    size_t most_series_ = 16;  // fewer where their memory is short
     std::list<Series> series_; // the last used first
     FfnCounts before_;
     uint64_t n_launches_ = 0;

@@ -7,7 +7,7 @@ namespace pi {
 
 namespace {
 
-constexpr uint64_t graph_bytes = 64u << 20; // of the budget, for graphs
+constexpr uint64_t graph_bytes = 32u << 20; // of the budget, for graphs
 constexpr uint64_t tile_bytes = 32u << 20;  // what the device library dequantises, or takes apart, at a time
 
 // The scratch that steps of up to n tokens need; runtime/plan/gpu.py counts the same.
