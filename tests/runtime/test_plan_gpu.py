@@ -43,7 +43,7 @@ GIB = 2**30
 PROFILE = MachineProfile(3.8e12, 132e9, 126e9, 49e9, handover_seconds=6e-6)
 DEVICE = Device("H200", 90, 132, 140 * GIB, 139 * GIB, int(0.53 * GIB))
 MACHINE = Machine(16, 16, 100 * GIB, DEVICE, PROFILE)
-BUDGETS = np.linspace(1, 28, 12)  # GiB, to above the 13b model in F16
+BUDGETS = np.linspace(1.1, 28, 12)  # GiB, to above the 13b model in F16
 
 
 @pytest.fixture(scope="module")
