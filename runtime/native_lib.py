@@ -243,6 +243,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "pi_isa_select": (_STATUS, [_TEXT, StringPtr]),
     "pi_gpu_count": (_U32, []),
     "pi_gpu_probe": (_STATUS, [_U32, ct.POINTER(GpuDevice)]),
+    "pi_gpu_probe_read": (_STATUS, [_U32, _U32, _U64, _F32, UInt64Ptr]),
     "pi_type_layout": (_STATUS, [_U32, UInt32Ptr, UInt32Ptr]),
     "pi_probe_read": (_STATUS, [_U32, _U64, _F32, UInt64Ptr]),
     "pi_set_log": (None, [LogFn, _DATA]),

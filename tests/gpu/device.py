@@ -128,6 +128,7 @@ class Api(ct.Structure):
         ("copy", _function(Ptr, Ptr, U64, Ptr)),
         ("zero", _function(Ptr, Ptr, U64)),
         ("synchronize", _function(Ptr)),
+        ("measure_read", _function(Ptr, U32, U64, F32, ct.POINTER(U64))),
         ("begin_capture", _function(Ptr)),
         ("end_capture", _function(Ptr, ct.POINTER(Ptr))),
         ("launch_graph", _function(Ptr, Ptr)),

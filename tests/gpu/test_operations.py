@@ -184,3 +184,13 @@ def test_a_budget_below_the_context_is_refused(device_name: str) -> None:
     with failing as failure, opened(device_name, 1 << 20):
         pass
     assert failure.value.status == DOES_NOT_FIT
+
+
+@pytest.mark.parametrize("from_host", [0, 1])
+def test_rates_of_reading(device: Device, from_host: int) -> None:
+    rate, before = ct.c_uint64(), device.info_now().mapped_bytes
+    device.measure_read(from_host, 1 << 20, 0.0, ct.byref(rate))
+    assert 1e6 < rate.value < 1e14
+    assert device.info_now().mapped_bytes == before
+    with pytest.raises(DeviceError, match="at least 1 MiB"):
+        device.measure_read(from_host, 1000, 0.0, ct.byref(rate))

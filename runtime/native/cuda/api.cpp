@@ -18,6 +18,7 @@ const pi_gpu_api api = {
     .copy = pi_cuda::copy,
     .zero = pi_cuda::zero,
     .synchronize = pi_cuda::synchronize,
+    .measure_read = pi_cuda::measure_read,
     .begin_capture = pi_cuda::begin_capture,
     .end_capture = pi_cuda::end_capture,
     .launch_graph = pi_cuda::launch_graph,

@@ -19,6 +19,8 @@ int32_t download(pi_gpu *, const void *from, uint64_t n_bytes, void *host);
 int32_t copy(pi_gpu *, const void *from, uint64_t n_bytes, void *to);
 int32_t zero(pi_gpu *, void *data, uint64_t n_bytes);
 int32_t synchronize(pi_gpu *);
+int32_t measure_read(pi_gpu *, uint32_t from_host, uint64_t n_bytes, float min_seconds,
+                     uint64_t *bytes_per_second);
 int32_t begin_capture(pi_gpu *);
 int32_t end_capture(pi_gpu *, pi_gpu_graph **out);
 int32_t launch_graph(pi_gpu *, pi_gpu_graph *);

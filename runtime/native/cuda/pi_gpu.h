@@ -122,6 +122,10 @@ typedef struct pi_gpu_api {
     int32_t (*copy)(pi_gpu *, const void *from, uint64_t n_bytes, void *to);
     int32_t (*zero)(pi_gpu *, void *data, uint64_t n_bytes);
     int32_t (*synchronize)(pi_gpu *);
+    /* The rate at which a kernel reads n_bytes (whole MiB of it, allocated for the call) of the device's
+     * memory, or of pinned host memory: of the fastest pass, of at least three and at least min_seconds. */
+    int32_t (*measure_read)(pi_gpu *, uint32_t from_host, uint64_t n_bytes, float min_seconds,
+                            uint64_t *bytes_per_second);
 
     /* ---- graphs ---- */
     /* From here to end_capture operations are recorded and not done, with the addresses and sizes that they

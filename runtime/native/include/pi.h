@@ -75,6 +75,11 @@ typedef struct pi_gpu_device {
 } pi_gpu_device;
 /* Opens the device for a moment; its context stays with the process. */
 PI_API pi_status pi_gpu_probe(uint32_t ordinal, pi_gpu_device *out);
+/* The rate at which the device reads n_bytes (at least 1 MiB, whole MiB of it, allocated for the call) of its
+ * own memory, or of the host's through pinned mapped memory (from_host 1): of the fastest pass, of at least
+ * three and at least min_seconds of them. May run beside pi_probe_read. */
+PI_API pi_status pi_gpu_probe_read(uint32_t ordinal, uint32_t from_host, uint64_t n_bytes, float min_seconds,
+                                   uint64_t *bytes_per_second);
 PI_API pi_status pi_type_layout(uint32_t type, uint32_t *block_elements, uint32_t *block_bytes);
 /* The rate at which n_threads read n_bytes of memory (1 MiB to 1 TiB, whole MiB of it), allocated for the
  * call: of the fastest pass, of at least three and at least min_seconds of them. */

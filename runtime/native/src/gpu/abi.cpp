@@ -24,3 +24,14 @@ pi_status pi_gpu_probe(uint32_t ordinal, pi_gpu_device *out) {
         out->context_bytes = info.context_bytes;
     });
 }
+
+pi_status pi_gpu_probe_read(uint32_t ordinal, uint32_t from_host, uint64_t n_bytes, float min_seconds,
+                            uint64_t *bytes_per_second) {
+    return pi::guarded([&] {
+        pi::require(bytes_per_second, "bytes_per_second");
+        if (!(min_seconds >= 0.0f && min_seconds <= 60.0f))
+            pi::throw_usage("min_seconds must be 0 to 60");
+        pi::GpuDevice(ordinal, 0)
+            .call(&pi_gpu_api::measure_read, from_host, n_bytes, min_seconds, bytes_per_second);
+    });
+}

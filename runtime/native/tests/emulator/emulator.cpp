@@ -299,6 +299,13 @@ cudaError_t cudaMallocHost(void **out, size_t n_bytes) {
     *out = std::malloc(n_bytes);
     return *out == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
+cudaError_t cudaHostAlloc(void **out, size_t n_bytes, unsigned) {
+    return cudaMallocHost(out, n_bytes);
+}
+cudaError_t cudaHostGetDevicePointer(void **out, void *host, unsigned) {
+    *out = host;
+    return cudaSuccess;
+}
 cudaError_t cudaFreeHost(void *data) {
     std::free(data);
     return cudaSuccess;

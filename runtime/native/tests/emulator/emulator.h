@@ -164,7 +164,7 @@ enum cudaError_t {
 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
-enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
+enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaHostAllocMapped = 2 };
 using cudaStream_t = struct emulated_stream *;
 using cudaEvent_t = struct emulated_event *;
 using cudaGraph_t = struct emulated_graph *;
@@ -185,6 +185,8 @@ cudaError_t cudaDeviceGetPCIBusId(char *out, int n, int ordinal);
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes);
 cudaError_t cudaFree(void *data);
 cudaError_t cudaMallocHost(void **out, size_t n_bytes);
+cudaError_t cudaHostAlloc(void **out, size_t n_bytes, unsigned flags);
+cudaError_t cudaHostGetDevicePointer(void **out, void *host, unsigned flags);
 cudaError_t cudaFreeHost(void *data);
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n_bytes, cudaMemcpyKind kind,
                             cudaStream_t stream);
