@@ -26,7 +26,13 @@ from powerinfer_toolkit.convert.predictors import FC1, FC2
 from powerinfer_toolkit.convert.source import PredictorWeights, Source
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.gguf_format import EXACT_PREDICTOR_RANK, Dialect, Tensor, TensorType
-from powerinfer_toolkit.gguf_types import WEIGHED, block_elements, is_packed, n_bytes
+from powerinfer_toolkit.gguf_types import (
+    WEIGHED,
+    block_elements,
+    is_packed,
+    n_bytes,
+    predictor_types,
+)
 
 _BLOCK_ELEMENTS = 1 << 20  # converted at a time: a few times 4 MiB of temporaries
 FFN_TEMPLATES = (Tensor.FFN_GATE, Tensor.FFN_UP, Tensor.FFN_DOWN, Tensor.FFN_DOWN_T)
@@ -227,7 +233,7 @@ def _predictor(layout: Layout, layer: int) -> list[OutputTensor]:
         tensor = OutputTensor(
             name,
             shape,
-            _predictor_type(layout, source_type, shape[1]),
+            _predictor_type(layout, part, source_type, shape[1]),
             partial(predictors.read, layer, part),
             source_type,
             rows=_predictor_rows(layout, layer) if part == FC2 else None,
@@ -245,14 +251,13 @@ def _predictor_rows(layout: Layout, layer: int) -> Array | None:
     return None if original is None else original[layer]
 
 
-def _predictor_type(layout: Layout, source_type: str, n_columns: int) -> TensorType:
-    """Kept types, Q8_0 in files with a quantised FFN where whole blocks fit, else F16."""
+def _predictor_type(layout: Layout, part: str, source_type: str, n_columns: int) -> TensorType:
+    """Kept types, predictor_types() where whole blocks fit, else F16."""
     if layout.outtype is None and layout.keeps_predictors:
         return TensorType[source_type]
-    quantised = any(map(is_packed, ffn_types(layout.source, layout.outtype)))
-    if quantised and n_columns % block_elements(TensorType.Q8_0) == 0:
-        return TensorType.Q8_0
-    return TensorType.F16
+    fc1, fc2 = predictor_types(ffn_types(layout.source, layout.outtype))
+    wanted = fc1 if part == FC1 else fc2
+    return wanted if n_columns % block_elements(wanted) == 0 else TensorType.F16
 
 
 def _zeros(shape: tuple[int, int]) -> RawTensor:

@@ -35,11 +35,12 @@ _PREDICTOR_CONSTANT = 32  # rows of fc1 that pass the constant on: a block of fc
 
 @dataclass(frozen=True)
 class Types:
-    """Types of the matrices: most of them, token_embd and output, and the predictors."""
+    """Types of the matrices: most of them, token_embd and output, and the predictors' two."""
 
     matrix: TensorType
     embedding: TensorType
-    predictor: TensorType
+    fc1: TensorType
+    fc2: TensorType
 
 
 class Pools:
@@ -120,7 +121,7 @@ class Pools:
         signal = self.n_constant + np.arange(n)
         values[_PREDICTOR_CONSTANT + np.arange(n), signal] = 1
         values[_PREDICTOR_CONSTANT + n + np.arange(n), signal] = -1
-        return self._quantised(values, self.types.predictor)
+        return self._quantised(values, self.types.fc1)
 
     @cached_property
     def fc2(self) -> Rows:
@@ -130,14 +131,14 @@ class Pools:
         weights = gguf.quants.dequantize(self.gate, kind)[:, signal]
         zeros = np.zeros((len(weights), _PREDICTOR_CONSTANT), np.float32)
         values = np.concatenate([zeros, weights, -weights], axis=1)
-        return self._quantised(values, self.types.predictor)
+        return self._quantised(values, self.types.fc2)
 
     @cached_property
     def fc2_constants(self) -> Rows:
         """The first block of every row of fc2 [n_ff, bytes]."""
         scale = _WEIGHT * self.n_constant / _PREDICTOR_CONSTANT
         values = scale * (self.firing.z + self.firing.margin)
-        return self._constants(values, _PREDICTOR_CONSTANT, self.types.predictor)
+        return self._constants(values, _PREDICTOR_CONSTANT, self.types.fc2)
 
     @property
     def _added(self) -> float:

@@ -108,11 +108,11 @@ def _ffn(pools: Pools, layer: int, *, dense_twin: bool) -> Iterator[SynthTensor]
         yield SynthTensor(down, plain, kind, pools.down, first[2], n_zero_rows=n_zero)
         return
     yield SynthTensor(name(Tensor.FFN_DOWN_T), neurons, kind, pools.down_t, first[2])
-    rank, predictor = shape.predictor_rank, pools.types.predictor
-    yield SynthTensor(name(Tensor.PREDICTOR_FC1), (rank, shape.n_embd), predictor, pools.fc1)
+    rank, types = shape.predictor_rank, pools.types
+    yield SynthTensor(name(Tensor.PREDICTOR_FC1), (rank, shape.n_embd), types.fc1, pools.fc1)
     # row for row the gate's weights
     fc2, constants = (shape.n_ff, rank), pools.fc2_constants
-    yield SynthTensor(name(Tensor.PREDICTOR_FC2), fc2, predictor, pools.fc2, first[0], constants)
+    yield SynthTensor(name(Tensor.PREDICTOR_FC2), fc2, types.fc2, pools.fc2, first[0], constants)
 
 
 def _first_rows(pools: Pools, layer: int, part: int) -> list[int]:

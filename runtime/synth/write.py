@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.gguf_format import ALIGNMENT, GGUF_MAGIC, TensorType
 from powerinfer_toolkit.gguf_header import gguf_header, padded
 from powerinfer_toolkit.gguf_keys import PackedKey, pack
-from powerinfer_toolkit.gguf_types import is_packed
+from powerinfer_toolkit.gguf_types import is_packed, predictor_types
 from powerinfer_toolkit.runtime.synth.firing import Firing, Locality, firing
 from powerinfer_toolkit.runtime.synth.keys import (
     ffn_keys,
@@ -71,6 +72,10 @@ def _write(path: Path, header: bytes, tensors: list[SynthTensor]) -> None:
             for rows in tensor.chunks():
                 stream.write(rows.data)
             stream.write(bytes(-tensor.n_bytes % ALIGNMENT))
+        # Out of the page cache, which keeps written files in small pages: the engine will read it in large ones.
+        stream.flush()
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _checked_layers(asked: int | None, shape: SynthShape) -> int:
@@ -89,10 +94,9 @@ def _check_zeros(settings: SynthSettings) -> None:
 
 
 def _types(matrix: TensorType) -> Types:
-    """Return pi-convert's types: below 8 bits the embeddings are Q8_0, and predictors are where anything is."""
-    if not is_packed(matrix):
-        return Types(matrix, matrix, TensorType.F16)
-    return Types(matrix, TensorType.Q8_0, TensorType.Q8_0)
+    """Return pi-convert's types: below 8 bits the embeddings are Q8_0."""
+    embedding = TensorType.Q8_0 if is_packed(matrix) else matrix
+    return Types(matrix, embedding, *predictor_types({matrix}))
 
 
 def _keys(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -50,6 +50,19 @@ def block_elements(tensor_type: TensorType) -> int:
 def is_packed(tensor_type: TensorType) -> bool:
     """Return whether elements share blocks: whether the type is a quantised one."""
     return block_elements(tensor_type) > 1
+
+
+def predictor_types(ffn: Collection[TensorType]) -> tuple[TensorType, TensorType]:
+    """Return the types of a predictor's fc1 and fc2 beside gate, up and down of the types `ffn`.
+
+    F16, where those have any quantised type Q8_0, and fc2 Q5_0 where they have no more bits than that: all three
+    cost nothing that a perplexity shows; fewer bits, or fc1 below Q8_0, do (docs/LOG.md).
+    """
+    if not any(map(is_packed, ffn)):
+        return TensorType.F16, TensorType.F16
+    bits = max(n_bytes(tensor_type, (256,)) for tensor_type in ffn)
+    coarse = bits <= n_bytes(TensorType.Q5_0, (256,))
+    return TensorType.Q8_0, TensorType.Q5_0 if coarse else TensorType.Q8_0
 
 
 def quantise(
