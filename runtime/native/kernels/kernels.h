@@ -35,13 +35,16 @@ enum {
     PI_KT_COUNT
 };
 
-/* Rows of a weight matrix: index[i] (NULL: i) for i < n_rows, each n_cols elements, row_bytes apart. */
+/* Rows of a weight matrix: index[i] (NULL: i) for i < n_rows, each n_cols elements, row_bytes apart. ahead
+ * [n_ahead]: rows that the next call will read (axpy fetches them while it ends). */
 typedef struct pi_rows {
     const void *base;
     int64_t row_bytes;
     int64_t n_cols;
     const int32_t *index;
     int64_t n_rows;
+    const int32_t *ahead;
+    int64_t n_ahead;
 } pi_rows;
 
 /* A float vector as int8 blocks of 32: x[32 b + j] = d[b] * q[32 b + j]; s[b] = d[b] * sum of its q. Types

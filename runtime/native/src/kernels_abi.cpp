@@ -30,7 +30,8 @@ pi_rows rows_of(const TypeInfo &type, const void *matrix, const int32_t *index, 
     require_range(n_rows >= 0, "n_rows is negative");
     require_whole_blocks(type, n_cols, "n_cols");
     const auto row_bytes = static_cast<int64_t>(type.row_bytes(static_cast<uint64_t>(n_cols)));
-    return {&require(static_cast<const char *>(matrix), "matrix"), row_bytes, n_cols, index, n_rows};
+    return {
+        &require(static_cast<const char *>(matrix), "matrix"), row_bytes, n_cols, index, n_rows, nullptr, 0};
 }
 
 // Owns what a pi_q8_vector points to.

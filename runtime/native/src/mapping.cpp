@@ -126,6 +126,8 @@ Mapping::Mapping(const std::string &path)
     if (address == MAP_FAILED)
         throw_unreadable(path, std::strerror(errno));
     data_ = static_cast<const uint8_t *>(address);
+    madvise(address, size_,
+            MADV_HUGEPAGE); // what comes from the disk comes in large pages, where there are any
     try {
         guard_ = guard(data_, size_);
     } catch (...) {

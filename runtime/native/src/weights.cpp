@@ -119,8 +119,13 @@ pi_rows Matrix::rows(uint64_t begin, uint64_t end) const {
     for (const Part &part : parts) {
         if (begin < part.begin || end > part.end)
             continue;
-        return {part.data + (begin - part.begin) * row_bytes, static_cast<int64_t>(row_bytes),
-                static_cast<int64_t>(n_cols), nullptr, static_cast<int64_t>(end - begin)};
+        return {part.data + (begin - part.begin) * row_bytes,
+                static_cast<int64_t>(row_bytes),
+                static_cast<int64_t>(n_cols),
+                nullptr,
+                static_cast<int64_t>(end - begin),
+                nullptr,
+                0};
     }
     throw Error(PI_FAILURE,
                 "rows " + std::to_string(begin) + " to " + std::to_string(end) + " lie in no single part");

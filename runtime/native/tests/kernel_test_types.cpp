@@ -46,8 +46,13 @@ struct Matrix {
 
     int64_t row_bytes() const { return static_cast<int64_t>(type.row_bytes(static_cast<uint64_t>(n_cols))); }
     pi_rows rows(const std::vector<int32_t> *index = nullptr) const {
-        return {data.data(), row_bytes(), n_cols, index != nullptr ? index->data() : nullptr,
-                index != nullptr ? static_cast<int64_t>(index->size()) : n_rows};
+        return {data.data(),
+                row_bytes(),
+                n_cols,
+                index != nullptr ? index->data() : nullptr,
+                index != nullptr ? static_cast<int64_t>(index->size()) : n_rows,
+                nullptr,
+                0};
     }
 };
 
@@ -276,7 +281,8 @@ void test_gather(const pi_type_kernels &kernels, const Matrix &w, const std::str
     }
 }
 
-// The order of rows alone decides: column ranges, gathering and coefficients of 0 change no bit.
+// The order of rows alone decides: column ranges, gathering, coefficients of 0 and what comes next change no
+// bit.
 void test_axpy_parts(const pi_type_kernels &kernels, const Matrix &w, const std::string &what) {
     Floats coef = normal(w.n_rows, 5), active_coef;
     std::vector<int32_t> active;
@@ -290,7 +296,10 @@ void test_axpy_parts(const pi_type_kernels &kernels, const Matrix &w, const std:
     }
     const Floats y = normal(w.n_cols, 6);
     Floats whole = y, gathered = y, parts = y;
-    const pi_rows all = w.rows(), some = w.rows(&active);
+    const pi_rows all = w.rows();
+    pi_rows some = w.rows(&active);
+    some.ahead = active.data();
+    some.n_ahead = w.n_rows / 100;
     kernels.axpy(&all, coef.data(), 0, w.n_cols, whole.data());
     kernels.axpy(&some, active_coef.data(), 0, w.n_cols, gathered.data());
     const int64_t step = std::max<int64_t>(PI_QK, w.type.block_elements);
@@ -307,7 +316,8 @@ void test_axpy_of_zeros(const pi_kernels &table) {
     const Floats zeros = {0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f};
     Floats y(size_of(n), -0.0f);
     const Floats before = y;
-    const pi_rows rows = {infinite.data(), n * static_cast<int64_t>(sizeof(float)), n, nullptr, n_rows};
+    const pi_rows rows = {
+        infinite.data(), n * static_cast<int64_t>(sizeof(float)), n, nullptr, n_rows, nullptr, 0};
     table.type[PI_KT_F32].axpy(&rows, zeros.data(), 0, n, y.data());
     expect_equal(y.data(), before.data(), n, std::string(table.name) + " axpy of zeros");
 }

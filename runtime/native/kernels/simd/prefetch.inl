@@ -8,7 +8,8 @@ namespace {
 
 constexpr int64_t group_rows = 4; // rows that go through a loop side by side
 constexpr int64_t cache_line = 64;
-constexpr int64_t prefetch_bytes = 8192; // on their way at any time
+constexpr int64_t prefetch_bytes = 8192;    // on their way at any time
+constexpr int64_t long_call_bytes = 262144; // from which on half as many more pay
 constexpr int64_t max_groups_ahead = 16;
 constexpr int64_t list_rows = 256; // a multiple of group_rows
 constexpr int64_t rows_ahead = group_rows * (max_groups_ahead + 1);
@@ -24,11 +25,12 @@ struct Lookahead {
     int64_t blocks;
 };
 
-inline Lookahead look_ahead(int64_t n_blocks, int64_t block_bytes) {
-    const int64_t group_bytes = group_rows * n_blocks * block_bytes;
-    if (group_bytes > prefetch_bytes)
-        return {0, prefetch_bytes / (group_rows * block_bytes)};
-    const int64_t groups = group_bytes > 0 ? (prefetch_bytes + group_bytes - 1) / group_bytes : 0;
+inline Lookahead look_ahead(int64_t n_rows, int64_t n_blocks, int64_t block_bytes) {
+    const int64_t row_bytes = n_blocks * block_bytes, group_bytes = group_rows * row_bytes;
+    const int64_t distance = n_rows * row_bytes < long_call_bytes ? prefetch_bytes : prefetch_bytes * 3 / 2;
+    if (group_bytes > distance)
+        return {0, distance / (group_rows * block_bytes)};
+    const int64_t groups = group_bytes > 0 ? (distance + group_bytes - 1) / group_bytes : 0;
     return {groups < max_groups_ahead ? groups : max_groups_ahead, 0};
 }
 

@@ -88,7 +88,7 @@ template <typename Type, typename Group>
 [[gnu::always_inline]] inline void for_each_group(const pi_rows *w, int64_t block_elements, float *out,
                                                   Group group) {
     const int64_t n_blocks = w->n_cols / block_elements;
-    const Lookahead ahead = look_ahead(n_blocks, Type::block_bytes);
+    const Lookahead ahead = look_ahead(w->n_rows, n_blocks, Type::block_bytes);
     const char *rows[list_rows + rows_ahead];
     for (int64_t first = 0; first < w->n_rows; first += list_rows) {
         const int64_t n = w->n_rows - first < list_rows ? w->n_rows - first : list_rows;
@@ -118,8 +118,8 @@ struct ActiveRows {
     int64_t n;
 };
 
-// Appends rows from `first` on until the list is full; returns the row to go on with. The list's last row is
-// repeated beyond its end.
+// Appends rows from `first` on until the list is full; returns the row to go on with. Beyond its end the list
+// has the rows of the next call, then its last one again and again.
 inline int64_t append_active(const pi_rows *w, const float *coef, int64_t first, int64_t offset,
                              ActiveRows *list) {
     for (; first < w->n_rows && list->n < list_rows; ++first) {
@@ -127,8 +127,11 @@ inline int64_t append_active(const pi_rows *w, const float *coef, int64_t first,
         list->coef[list->n] = coef[first];
         list->n += coef[first] != 0; // no branch: which neurons fire cannot be predicted
     }
-    for (int64_t i = 0; i < rows_ahead && list->n > 0; ++i)
-        list->rows[list->n + i] = list->rows[list->n - 1];
+    const char *base = static_cast<const char *>(w->base) + offset;
+    for (int64_t i = 0; i < rows_ahead && list->n > 0; ++i) {
+        list->rows[list->n + i] =
+            i < w->n_ahead ? base + w->ahead[i] * w->row_bytes : list->rows[list->n - 1];
+    }
     return first;
 }
 
@@ -170,11 +173,23 @@ inline void axpy_group(const char *const *rows, Lookahead ahead, const float coe
     store_first(y + n_blocks * PI_QK, rest, sums);
 }
 
+// Rows of the list, at most `most`.
+template <typename Type, int64_t most>
+inline void axpy_rest(const ActiveRows *list, Lookahead ahead, int64_t n, float *y) {
+    if constexpr (most > 0) {
+        if (list->n == most) {
+            axpy_group<Type, most>(list->rows, ahead, list->coef, n, y);
+        } else {
+            axpy_rest<Type, most - 1>(list, ahead, n, y);
+        }
+    }
+}
+
 // Rows with a coefficient of 0 are passed over: they cost neither time nor a bit of y.
 template <typename Type>
 void axpy(const pi_rows *w, const float *coef, int64_t begin, int64_t n, float *y) {
     const int64_t offset = begin / PI_QK * Type::block_bytes, n_blocks = n / PI_QK;
-    const Lookahead ahead = look_ahead(n_blocks, Type::block_bytes);
+    const Lookahead ahead = look_ahead(w->n_rows, n_blocks, Type::block_bytes);
     ActiveRows list;
     list.n = 0;
     int64_t next = append_active(w, coef, 0, offset, &list);
@@ -189,8 +204,7 @@ void axpy(const pi_rows *w, const float *coef, int64_t begin, int64_t n, float *
         drop_rows(&list, i);
         next = append_active(w, coef, next, offset, &list);
     }
-    for (int64_t i = 0; i < list.n; ++i)
-        axpy_group<Type, 1>(list.rows + i, {0, 0}, list.coef + i, n, y);
+    axpy_rest<Type, group_rows - 1>(&list, ahead, n, y);
 }
 
 } // namespace

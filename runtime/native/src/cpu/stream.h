@@ -55,7 +55,6 @@ struct CpuStream final : Stream {
     Scratch gate, up; // [n_tokens, n_ff]
     Scratch fired_index, fired_coef, fired_count;
     Scratch block_starts, ranges, range_fired;
-    Scratch group_index, group_coef, group_size;
     Scratch predicted, predictor_hidden, predictor_logits;
 };
 
