@@ -156,7 +156,7 @@ def _rates(args: argparse.Namespace, runs: list[tuple[str, PlanOptions]]) -> Rat
 
     bandwidth = _bandwidth(again=args.measure_bandwidth)
     on_gpu = next((options for _, options in runs if options.vram_budget_bytes), None)
-    profile = look(on_gpu).profile if on_gpu else None
+    profile = look(on_gpu, again=args.measure_bandwidth).profile if on_gpu else None
     return Rates(bandwidth, profile)
 
 

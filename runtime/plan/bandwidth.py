@@ -50,7 +50,7 @@ def read_bandwidth(machine: Machine, *, again: bool = False) -> Bandwidth:
     A machine is a processor and a number of cores. The first time, and `again`, all thread counts are swept. PiError
     where memory is too short to measure.
     """
-    path, identity = _profile_path(), _identity(machine)
+    path, identity = cache_folder() / "bandwidth.json", machine_identity(machine)
     stored = None if again else _load(path, identity)
     found = measure(machine) if stored is None else _raised(stored, machine)
     if found != stored:
@@ -62,21 +62,22 @@ def read_bandwidth(machine: Machine, *, again: bool = False) -> Bandwidth:
 
 def measure(machine: Machine) -> Bandwidth:
     """Sweep the thread counts."""
-    n_bytes = _pass_bytes(machine)
-    rates = {n: _probe(n, n_bytes, _SWEEP_SECONDS) for n in sweep(machine.n_cores)}
+    n_bytes = pass_bytes(machine)
+    rates = {n: probe_rate(n, n_bytes, _SWEEP_SECONDS) for n in sweep(machine.n_cores)}
     return Bandwidth(rates, _today())
 
 
 def _raised(stored: Bandwidth, machine: Machine) -> Bandwidth:
     """Return the stored rates, the best one replaced if it was taken at a busier time than now."""
     threads = stored.best_threads
-    rate = _probe(threads, _pass_bytes(machine), _CHECK_SECONDS)
+    rate = probe_rate(threads, pass_bytes(machine), _CHECK_SECONDS)
     if rate <= stored.bytes_per_second:
         return stored
     return Bandwidth({**stored.rates, threads: rate}, _today())
 
 
-def _pass_bytes(machine: Machine) -> int:
+def pass_bytes(machine: Machine) -> int:
+    """Return the size of what is read in one pass: larger than the caches, within the memory."""
     wanted = max(_LEAST_BYTES, _CACHES * last_level_cache_bytes())
     return min(wanted, _MOST_BYTES, machine.available_bytes // 2)
 
@@ -91,18 +92,21 @@ def sweep(n_cores: int) -> list[int]:
     return sorted({n for n in (*powers, n_cores * 3 // 4, n_cores - 1, n_cores) if n > 0})
 
 
-def _probe(threads: int, n_bytes: int, seconds: float) -> float:
+def probe_rate(threads: int, n_bytes: int, seconds: float) -> float:
+    """Return the bytes a second that so many threads read; PiError where memory is too short."""
     rate = ct.c_uint64()
     native_lib.load().pi_probe_read(threads, n_bytes, seconds, ct.byref(rate))
     return float(rate.value)
 
 
-def _profile_path() -> Path:
+def cache_folder() -> Path:
+    """Return where measurements are kept."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "powerinfer-toolkit" / "bandwidth.json"
+    return Path(cache) / "powerinfer-toolkit"
 
 
-def _identity(machine: Machine) -> dict[str, str | int]:
+def machine_identity(machine: Machine) -> dict[str, str | int]:
+    """Return what measurements belong to."""
     return {
         "schema": SCHEMA,
         "made_by": __version__,

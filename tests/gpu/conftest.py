@@ -11,6 +11,8 @@ import pytest
 from gpu.device import Device, DeviceError, library_path, opened
 from gpu.models import MICRO, NANO, Synth, has_driver
 from powerinfer_toolkit.gguf_format import TensorType
+from powerinfer_toolkit.runtime.plan import surroundings
+from powerinfer_toolkit.runtime.plan.profile import UNMEASURED
 from powerinfer_toolkit.runtime.synth.shapes import SHAPES
 from powerinfer_toolkit.runtime.synth.write import SynthSettings, write_synth
 
@@ -48,6 +50,12 @@ def device(_device: Device) -> Iterator[Device]:
         _device.release_all()
     except DeviceError as failure:
         pytest.exit(f"the device is lost, and with it this process: {failure}", 1)
+
+
+@pytest.fixture(autouse=True)
+def assumed_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that do not depend on how fast this machine reads, which the emulator would take minutes to tell."""
+    monkeypatch.setattr(surroundings, "machine_profile", lambda *_, **__: UNMEASURED)
 
 
 @pytest.fixture(scope="module")

@@ -59,14 +59,16 @@ def test_sweep(n_cores, counts):
 
 def test_best_of_the_sweep_counts(monkeypatch):
     rates = {1: 10.0, 2: 18.0, 3: 25.0, 4: 24.0}
-    monkeypatch.setattr(bandwidth, "_probe", lambda threads, *_: rates[threads])
+    monkeypatch.setattr(bandwidth, "probe_rate", lambda threads, *_: rates[threads])
     found = measure(MACHINE)
     assert (found.best_threads, found.bytes_per_second) == (3, 25.0)
 
 
 def test_a_short_machine_reads_less(monkeypatch):
     sizes = []
-    monkeypatch.setattr(bandwidth, "_probe", lambda _, n_bytes, __: sizes.append(n_bytes) or 1.0)
+    monkeypatch.setattr(
+        bandwidth, "probe_rate", lambda _, n_bytes, __: sizes.append(n_bytes) or 1.0
+    )
     measure(Machine(1, 1, 100 << 20))
     assert sizes == [50 << 20]
 
@@ -76,7 +78,7 @@ def rates(monkeypatch, tmp_path):
     """Rates that the next measurements give; the cache is empty."""
     given = [1.0]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(bandwidth, "_probe", lambda *_: given[-1])
+    monkeypatch.setattr(bandwidth, "probe_rate", lambda *_: given[-1])
     return given
 
 
