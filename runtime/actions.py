@@ -156,8 +156,10 @@ def print_generation(
         limit = model.plan.n_context
         console.warning(f"the context of {limit} tokens is full; a larger one is asked for with -c")
     console.detail(f"seed {generation.seed}, loaded in {load_seconds:.2f} s")
-    ffn_mode = model.plan.ffn_mode.name.lower()
-    console.info(report.timing_line(generation, model.stats(), ffn_mode))
+    stats = model.stats()
+    if stats.device:
+        console.detail(report.device_line(stats, model.plan))
+    console.info(report.timing_line(generation, stats, model.plan.ffn_mode.name.lower()))
 
 
 def _stream(generation: Generation, out: TextIO) -> str:

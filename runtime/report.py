@@ -13,6 +13,8 @@ from typing import Any
 from powerinfer_toolkit.runtime.engine import Stats
 from powerinfer_toolkit.runtime.generate import Generation
 from powerinfer_toolkit.runtime.model import Model
+from powerinfer_toolkit.runtime.plan.plan import Plan
+from powerinfer_toolkit.runtime.plan.planner import format_bytes
 from powerinfer_toolkit.runtime.plan_report import name
 
 
@@ -29,6 +31,15 @@ def timing_line(generation: Generation, stats: Stats, ffn_mode: str) -> str:
     )
 
 
+def device_line(stats: Stats, plan: Plan) -> str:
+    """Return what a run took of the GPU."""
+    return (
+        f"{stats.device}: {format_bytes(stats.device_bytes)} of {format_bytes(plan.vram_budget_bytes)} taken, the "
+        f"context's {format_bytes(stats.device_context_bytes)} included; {stats.device_launches} launches, "
+        f"{stats.device_graph_launches} of graphs, for {stats.n_tokens} tokens"
+    )
+
+
 def token_hash(token_ids: Sequence[int]) -> str:
     """Return 8 hexadecimal digits that stand for a sequence of tokens."""
     data = struct.pack(f"<{len(token_ids)}i", *token_ids)
@@ -39,6 +50,7 @@ def generation_record(
     model: Model, generation: Generation, text: str, load_seconds: float
 ) -> dict[str, Any]:
     """Return what pi-run --json prints of a generation."""
+    stats = model.stats()
     return {
         "text": text,
         "token_ids": generation.token_ids,
@@ -47,9 +59,12 @@ def generation_record(
         "prompt_seconds": generation.prompt_seconds,
         "decode_seconds": generation.decode_seconds,
         "ffn_mode": name(model.plan.ffn_mode),
-        "active_share": model.stats().active_share,
+        "active_share": stats.active_share,
         "load_seconds": load_seconds,
         "peak_rss_bytes": peak_rss_bytes(),
+        "device": stats.device,
+        "device_bytes": stats.device_bytes,
+        "vram_budget_bytes": model.plan.vram_budget_bytes,
     }
 
 

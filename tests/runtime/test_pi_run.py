@@ -30,6 +30,9 @@ RECORD = {
     "active_share": float,
     "load_seconds": float,
     "peak_rss_bytes": int,
+    "device": str,
+    "device_bytes": int,
+    "vram_budget_bytes": int,
 }
 
 
@@ -84,6 +87,7 @@ def test_json_record(pi_run, dense):
     assert record["text"] + "\n" == complete(pi_run, dense, "-p", "w1 w2").out
     assert record["active_share"] == 1.0
     assert record["peak_rss_bytes"] > 2**20
+    assert (record["device"], record["device_bytes"], record["vram_budget_bytes"]) == ("", 0, 0)
 
 
 @pytest.mark.parametrize("flags", [["-p", "-"], []])
