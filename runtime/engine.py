@@ -65,6 +65,8 @@ class Stats:
     device_context_bytes: int
     device_launches: int  # kernels and copies queued there since the engine was made
     device_graph_launches: int  # series of them that were queued at once, as graphs
+    pinned_bytes: int  # of the host, which the device reads and writes
+    handover: int  # HandOver of split layers; AUTO where none is split
 
     @property
     def active_share(self) -> float:

@@ -108,6 +108,45 @@ class Attention(ct.Structure):
     )
 
 
+FLAG_STRIDE = 16  # words
+
+
+class Post(ct.Structure):
+    _fields_ = (
+        ("base", Ptr),
+        ("order", U32),
+        ("n_tokens", U32),
+        ("n_embd", U32),
+        ("n_blocks", U32),
+        ("x", Ptr),
+        ("x_out", Ptr),
+        ("mask", Ptr),
+        ("mask_out", Ptr),
+        ("mask_words", U32),
+        ("mask_stride", U32),
+        ("mask_out_stride", U32),
+        ("flags", Ptr),
+        ("stamp", Ptr),
+    )
+
+
+class Merge(ct.Structure):
+    _fields_ = (
+        ("base", Ptr),
+        ("order", U32),
+        ("mail", Ptr),
+        ("gate", Ptr),
+        ("late", Ptr),
+        ("given_up", Ptr),
+        ("limit_ns", U64),
+        ("share", Ptr * 2),
+        ("answer", Ptr),
+        ("n", U64),
+        ("y", Ptr),
+        ("stamp", Ptr),
+    )
+
+
 def _function(*arguments: Any) -> Any:
     return ct.CFUNCTYPE(I32, *arguments)
 
@@ -155,6 +194,14 @@ class Api(ct.Structure):
         ("record", _function(Ptr, ct.POINTER(List), U32, Ptr, Ptr)),
         ("store_kv", _function(Ptr, ct.POINTER(Kv), ct.POINTER(Step), Ptr, Ptr)),
         ("attend", _function(Ptr, ct.POINTER(Attention))),
+        ("mask", _function(Ptr, Ptr, U32, U32, F32, Ptr)),
+        ("list_mask", _function(Ptr, Ptr, U32, ct.POINTER(List), Ptr)),
+        ("allocate_host", _function(Ptr, U64, ct.POINTER(Ptr), ct.POINTER(Ptr))),
+        ("release_host", _function(Ptr, Ptr)),
+        ("query", _function(Ptr, ct.POINTER(U32))),
+        ("waits", _function(Ptr, ct.POINTER(U32), ct.POINTER(U32))),
+        ("post", _function(Ptr, ct.POINTER(Post))),
+        ("merge", _function(Ptr, ct.POINTER(Merge))),
     )
 
 

@@ -42,6 +42,14 @@ const pi_gpu_api api = {
     .record = pi_cuda::record,
     .store_kv = pi_cuda::store_kv,
     .attend = pi_cuda::attend,
+    .mask = pi_cuda::mask,
+    .list_mask = pi_cuda::list_mask,
+    .allocate_host = pi_cuda::allocate_host,
+    .release_host = pi_cuda::release_host,
+    .query = pi_cuda::query,
+    .waits = pi_cuda::waits,
+    .post = pi_cuda::post,
+    .merge = pi_cuda::merge,
 };
 
 } // namespace

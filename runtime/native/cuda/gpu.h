@@ -5,6 +5,7 @@
 #if defined(PI_GPU_EMULATED)
 #include "emulator.h"
 #else
+#include <cstdint>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
@@ -16,6 +17,16 @@
 namespace pi_cuda {
 
 #ifdef __CUDACC__
+// Nanoseconds of a clock that all processors of the device share.
+__device__ inline uint64_t global_time_ns() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+
+// Between two looks at a flag in host memory, which is an exchange over the bus by itself.
+__device__ inline void be_patient() {}
+
 template <typename... Params, typename... Args>
 void start_kernel(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
                   Args... args) {

@@ -30,26 +30,6 @@ __device__ __forceinline__ bool passes(const Compaction &work, float x) {
     return x > work.threshold || (work.inclusive != 0 && x == work.threshold);
 }
 
-// Sum of n over the block's threads before this one; *total is that of all. One block of whole warps.
-__device__ uint32_t exclusive_sum(uint32_t n, uint32_t *warp_totals, uint32_t *total) {
-    const uint32_t lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
-    uint32_t sum = n;
-    for (uint32_t offset = 1; offset < warp_size; offset *= 2) {
-        const uint32_t before = __shfl_up_sync(0xffffffffu, sum, offset);
-        sum += lane >= offset ? before : 0;
-    }
-    if (lane == warp_size - 1)
-        warp_totals[warp] = sum;
-    __syncthreads();
-    uint32_t before = 0, all = 0;
-    for (uint32_t w = 0; w < blockDim.x / warp_size; ++w) {
-        before += w < warp ? warp_totals[w] : 0;
-        all += warp_totals[w];
-    }
-    *total = all;
-    return before + sum - n;
-}
-
 // One block; a thread takes a run of neighbours, so that the list ascends.
 __global__ void __launch_bounds__(compact_threads) compact_kernel(Compaction work) {
     __shared__ uint32_t warp_totals[compact_threads / warp_size];

@@ -1,14 +1,13 @@
 // memory.cu: the arena on the driver's virtual memory interface, whose functions are looked up at run time.
 #include "memory.h"
 
-#include "device.cuh"
-
-#include <cuda.h>
+#include "driver.cuh"
 
 namespace pi_cuda {
 namespace {
 
 constexpr uint64_t alignment = 256;
+constexpr int driver_version = 11000;
 constexpr uint64_t min_growth = 8u << 20; // of many small allocations
 
 struct Driver {
@@ -22,34 +21,17 @@ struct Driver {
     decltype(&cuMemSetAccess) set_access;
 };
 
-template <typename Function>
-void find(const char *name, Function &out) {
-    void *address = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-    const cudaError_t result =
-        cudaGetDriverEntryPointByVersion(name, &address, 11000, cudaEnableDefault, &found);
-#else
-    const cudaError_t result = cudaGetDriverEntryPoint(name, &address, cudaEnableDefault, &found);
-#endif
-    check(result, name);
-    if (found != cudaDriverEntryPointSuccess || address == nullptr)
-        throw Failure{PI_FAILURE,
-                      std::string("the NVIDIA driver has no ") + name + ": install a newer driver"};
-    out = reinterpret_cast<Function>(address);
-}
-
 const Driver &driver() {
     static const Driver functions = [] {
         Driver d{};
-        find("cuMemGetAllocationGranularity", d.granularity);
-        find("cuMemAddressReserve", d.reserve);
-        find("cuMemAddressFree", d.free_addresses);
-        find("cuMemCreate", d.create);
-        find("cuMemRelease", d.release);
-        find("cuMemMap", d.map);
-        find("cuMemUnmap", d.unmap);
-        find("cuMemSetAccess", d.set_access);
+        find_driver_function("cuMemGetAllocationGranularity", driver_version, d.granularity);
+        find_driver_function("cuMemAddressReserve", driver_version, d.reserve);
+        find_driver_function("cuMemAddressFree", driver_version, d.free_addresses);
+        find_driver_function("cuMemCreate", driver_version, d.create);
+        find_driver_function("cuMemRelease", driver_version, d.release);
+        find_driver_function("cuMemMap", driver_version, d.map);
+        find_driver_function("cuMemUnmap", driver_version, d.unmap);
+        find_driver_function("cuMemSetAccess", driver_version, d.set_access);
         return d;
     }();
     return functions;

@@ -96,6 +96,46 @@ typedef struct pi_gpu_attention {
     uint32_t n_tiles;
 } pi_gpu_attention;
 
+#define PI_GPU_FLAG_STRIDE 16 /* words from one flag to the next: a cache line */
+
+/* What a split layer hands to the CPU. *_out and flags are host memory (allocate_host), by their device
+ * addresses. When block b of n_blocks has written its part, flag b becomes *base + order. */
+typedef struct pi_gpu_post {
+    const uint32_t *base;
+    uint32_t order;
+    uint32_t n_tokens;
+    uint32_t n_embd; /* a multiple of 4 */
+    uint32_t n_blocks;
+    const float *x;       /* [n_tokens, n_embd] */
+    float *x_out;         /* [n_tokens, n_embd] */
+    const uint32_t *mask; /* [n_tokens, mask_stride] words from the CPU's first neuron on */
+    uint32_t *mask_out;   /* [n_tokens, mask_out_stride] */
+    uint32_t mask_words;  /* of a token that are copied; 0: none */
+    uint32_t mask_stride;
+    uint32_t mask_out_stride;
+    uint32_t *flags; /* [n_blocks * PI_GPU_FLAG_STRIDE] */
+    uint64_t *stamp; /* host, or NULL: nanoseconds of the device's clock at the post */
+} pi_gpu_post;
+
+/* y [n] += shares + answer, once the low word of *mail is *base + order; n is a multiple of 4. Without an
+ * answer nothing is waited for. When the high word of *mail is not 0, or limit_ns have passed (then *late
+ * becomes the value waited for), y stays as it is and *given_up becomes 1, so that no later merge waits.
+ * mail, gate, late and answer are host memory. */
+typedef struct pi_gpu_merge {
+    const uint32_t *base;
+    uint32_t order;
+    const uint64_t *mail;
+    const uint32_t *gate; /* before all that, the stream waits until it is not 0; or NULL */
+    uint32_t *late;
+    uint32_t *given_up; /* device memory, 0 before a step */
+    uint64_t limit_ns;
+    const float *share[2]; /* device memory, or NULL */
+    const float *answer;   /* host memory, or NULL */
+    uint64_t n;
+    float *y;
+    uint64_t *stamp; /* host [2], or NULL: the device's clock before and after waiting */
+} pi_gpu_merge;
+
 typedef struct pi_gpu_api {
     uint32_t abi;               /* PI_GPU_ABI */
     const char *(*error)(void); /* of this thread's last failure */
@@ -186,6 +226,26 @@ typedef struct pi_gpu_api {
     /* ---- attention ---- */
     int32_t (*store_kv)(pi_gpu *, const pi_gpu_kv *, const pi_gpu_step *, const float *k, const float *v);
     int32_t (*attend)(pi_gpu *, const pi_gpu_attention *);
+
+    /* ---- predicted neurons ---- */
+    /* words [n_tokens, ceil(n / 32)]: bit i of a token = logits [n_tokens, n] >= threshold */
+    int32_t (*mask)(pi_gpu *, const float *logits, uint32_t n_tokens, uint32_t n, float threshold,
+                    uint32_t *words);
+    /* The set bits among the first n of words; adds their number to *total. */
+    int32_t (*list_mask)(pi_gpu *, const uint32_t *words, uint32_t n, const pi_gpu_list *list,
+                         uint64_t *total);
+
+    /* ---- layers that the CPU computes a share of ---- */
+    /* Pinned host memory, and its address for operations. Not of the budget. */
+    int32_t (*allocate_host)(pi_gpu *, uint64_t n_bytes, void **host, void **device);
+    int32_t (*release_host)(pi_gpu *, void *host);
+    /* Lets queued work begin; *busy: whether some of it is not done. Reports failures as synchronize() does.
+     */
+    int32_t (*query)(pi_gpu *, uint32_t *busy);
+    /* *spin: kernels may wait long, since nothing ends them; *gate: the stream can wait by itself. */
+    int32_t (*waits)(pi_gpu *, uint32_t *spin, uint32_t *gate);
+    int32_t (*post)(pi_gpu *, const pi_gpu_post *);
+    int32_t (*merge)(pi_gpu *, const pi_gpu_merge *);
 } pi_gpu_api;
 
 /* The library's one export; NULL where it was built for another version of this interface. */

@@ -243,6 +243,9 @@ typedef struct pi_stats {
     uint64_t device_context_bytes;  /* of that, the context, or the reserve for it */
     uint64_t device_launches;       /* kernels and copies queued there since the engine was made */
     uint64_t device_graph_launches; /* series of them that were queued at once, as graphs */
+    uint64_t pinned_bytes;          /* host memory that the device reads and writes */
+    uint32_t handover;              /* PI_HANDOVER_* of split layers; PI_HANDOVER_AUTO: there are none */
+    uint32_t reserved;
 } pi_stats;
 
 PI_API pi_status pi_engine_create(pi_model *model, const pi_plan *plan, pi_engine **out);

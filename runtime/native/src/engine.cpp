@@ -36,12 +36,18 @@ std::unique_ptr<pi::Side> open_cpu(const pi_model &model, const pi::Plan &plan,
         plan.max_batch_tokens);
 }
 
-// After a failure: what is queued may still write to this step's results.
-void settle(const pi::Sides &sides) noexcept {
+// After a failure: what is queued may still write to this step's results. False: the device does not come
+// back.
+bool settle(const pi::Sides &sides) noexcept {
     try {
+        if (sides.hand_over != nullptr)
+            sides.hand_over->give_up();
+        if (sides.hand_over != nullptr && sides.hand_over->is_silent())
+            return false;
         sides.synchronize();
     } catch (...) { // the step's first failure is the one to tell
     }
+    return true;
 }
 
 pi::KvCache make_cache(const pi_model &model, const pi::Plan &plan, const pi::GpuPlacement &placement,
@@ -93,6 +99,9 @@ bool pi_engine::interrupted() const {
 
 uint64_t pi_engine::submit(const pi_batch &batch) {
     const auto lock = lock_idle();
+    if (device_lost_)
+        throw pi::Error(PI_FAILURE, "the GPU did not come back from an earlier step",
+                        "end the program; if it happens again, use --vram-budget 0");
     step_ = std::make_unique<pi::Step>(batch, model_.config, cache_, plan_.max_batch_tokens);
     failure_ = nullptr;
     abort_requested_ = false;
@@ -137,7 +146,8 @@ void pi_engine::drive() {
 
 void pi_engine::run_step() {
     const pi::Step &step = *step_;
-    const pi::Sides sides{cpu_.get(), gpu_.get(), placement_};
+    const pi::Sides sides{cpu_.get(), gpu_.get(), gpu_ == nullptr ? nullptr : pi::gpu_hand_over(gpu_->stream),
+                          placement_};
     const pi::Forward forward{model_, plan_, sides, cache_, recording_};
     pi::FfnCounts counts;
     try {
@@ -146,7 +156,7 @@ void pi_engine::run_step() {
         forward.run(step, [this] { return interrupted(); }, counts, results_);
         model_.mapping.require_unchanged();
     } catch (...) { // the sequences stay as they were
-        settle(sides);
+        device_lost_ = !settle(sides);
         for (const auto &[sequence, n] : step.growth)
             cache_.truncate(sequence, cache_.length(sequence));
         throw;

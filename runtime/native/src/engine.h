@@ -59,6 +59,7 @@ struct pi_engine {
     uint64_t n_tokens_ = 0;
     pi::Results results_;
     bool recording_ = false;
+    bool device_lost_ = false;
 
     pi_abort_fn abort_callback_ = nullptr;
     void *abort_user_ = nullptr;

@@ -1,5 +1,6 @@
 #include "forward.h"
 
+#include "gpu/handover.h"
 #include "status.h"
 
 #include <algorithm>
@@ -86,21 +87,40 @@ Side &Forward::of_part(uint32_t part) const {
     return part <= model.config.n_layers ? sides.of_layer(part - 1) : sides.of_head();
 }
 
-void Forward::queue(Side &side, uint32_t part, const Pass &pass) const {
+bool Forward::is_split(uint32_t part) const {
+    return part > 0 && part <= model.config.n_layers &&
+           sides.placement.layers[part - 1].kind == LayerKind::split;
+}
+
+bool Forward::needs_answer(uint32_t part) const {
+    return is_split(part) && sides.placement.layers[part - 1].n_pull < model.config.n_ff;
+}
+
+void Forward::queue(Side &side, uint32_t part, const Pass &pass, Answers answers) const {
     if (part == 0)
         return side.ops.embed(side.stream, model.weights.embedding, pass.step, side.buffers.residual);
     if (part > model.config.n_layers)
         return head(side, pass.step, 0);
     attention(side, pass.step, part - 1);
+    if (is_split(part))
+        return split_ffn(side, pass, part - 1, answers);
     ffn(side, pass, part - 1);
+}
+
+void Forward::answer(uint32_t part, uint32_t end, const Pass &pass) const {
+    for (; part < end; ++part) {
+        if (needs_answer(part))
+            cold_ffn(pass, part - 1);
+    }
 }
 
 uint32_t Forward::end_of_graph(uint32_t part, const Pass &pass) const {
     const Side &side = of_part(part);
     const bool recordable = side.ops.begin_graph != nullptr && pass.step.n_tokens() <= graph_tokens &&
                             !record_fired && !pass.step.has_tree();
+    const auto queued_ahead = [&](uint32_t i) { return !needs_answer(i) || sides.hand_over->queues_ahead(); };
     uint32_t end = part;
-    while (recordable && end < n_parts() && &of_part(end) == &side)
+    while (recordable && end < n_parts() && &of_part(end) == &side && queued_ahead(end))
         ++end;
     return end;
 }
@@ -111,23 +131,25 @@ void Forward::in_graph(Side &side, uint32_t part, uint32_t end, const Pass &pass
                     are_neighbours(rows) ? rows.front() : UINT32_MAX};
     for (uint32_t t = 0; t < pass.step.n_tokens(); ++t)
         key.push_back(uint32_t{pass.modes[t]} << 8 | pass.exact_layer_modes[t]);
-    const auto queue_parts = [&] {
+    const auto queue_parts = [&](Answers answers) {
         for (uint32_t i = part; i < end; ++i)
-            queue(side, i, pass);
+            queue(side, i, pass, answers);
     };
     const Graph graph = side.ops.begin_graph(side.stream, key, pass.counts);
     if (graph == Graph::replayed)
-        return;
+        return answer(part, end, pass);
     if (graph == Graph::none)
-        return queue_parts();
+        return queue_parts(Answers::at_once);
     try {
-        queue_parts();
+        queue_parts(Answers::later);
     } catch (...) {
         side.ops.abandon_graph(side.stream);
         throw;
     }
-    if (!side.ops.end_graph(side.stream, pass.counts))
-        queue_parts();
+    if (side.ops.end_graph(side.stream, pass.counts))
+        answer(part, end, pass);
+    else
+        queue_parts(Answers::at_once);
 }
 
 Side &Forward::hand_over(Side &from, Side &to, const Step &step) const {
@@ -186,20 +208,20 @@ void Forward::attention(Side &side, const Step &step, uint32_t layer) const {
     side.ops.add(side.stream, side.buffers.block, uint64_t{n} * config.n_embd, side.buffers.residual);
 }
 
-void Forward::ffn(Side &side, const Pass &pass, uint32_t layer) const {
-    const Step &step = pass.step;
+bool Forward::is_exact(uint32_t layer) const {
+    const bool split = sides.placement.layers[layer].kind == LayerKind::split;
+    return model.config.is_exact_layer(layer) || (plan.predict_split_only && !split);
+}
+
+FfnArgs Forward::ffn_args(const Side &side, const Pass &pass, uint32_t layer) const {
     const ModelConfig &config = model.config;
-    const LayerWeights &weights = model.weights.layers[layer];
-    const uint32_t n = step.n_tokens();
-    side.ops.rms_norm(side.stream, side.buffers.residual, weights.ffn_norm, n, config.n_embd, config.rms_eps,
-                      side.buffers.normed);
     FfnArgs args{};
     args.config = &config;
-    args.layer = &weights;
+    args.layer = &model.weights.layers[layer];
     args.neuron_end = config.n_ff;
-    args.n_tokens = n;
-    args.modes = (config.is_exact_layer(layer) ? pass.exact_layer_modes : pass.modes).data();
-    args.positions = step.positions.data();
+    args.n_tokens = pass.step.n_tokens();
+    args.modes = (is_exact(layer) ? pass.exact_layer_modes : pass.modes).data();
+    args.positions = pass.step.positions.data();
     args.sparse_threshold = plan.sparse_threshold;
     args.normed = side.buffers.normed;
     args.residual = side.buffers.residual;
@@ -207,8 +229,42 @@ void Forward::ffn(Side &side, const Pass &pass, uint32_t layer) const {
     args.counts = &pass.counts;
     args.fired = pass.results.fired.empty() ? nullptr : pass.results.fired.data() + layer * fired_words();
     args.fired_stride = config.n_layers * fired_words();
-    side.ops.ffn(side.stream, args);
-    side.ops.add(side.stream, side.buffers.block, uint64_t{n} * config.n_embd, side.buffers.residual);
+    return args;
+}
+
+void Forward::ffn(Side &side, const Pass &pass, uint32_t layer) const {
+    const uint32_t n = pass.step.n_tokens(), n_embd = model.config.n_embd;
+    side.ops.rms_norm(side.stream, side.buffers.residual, model.weights.layers[layer].ffn_norm, n, n_embd,
+                      model.config.rms_eps, side.buffers.normed);
+    side.ops.ffn(side.stream, ffn_args(side, pass, layer));
+    side.ops.add(side.stream, side.buffers.block, uint64_t{n} * n_embd, side.buffers.residual);
+}
+
+void Forward::split_ffn(Side &side, const Pass &pass, uint32_t layer, Answers answers) const {
+    const FfnArgs args = ffn_args(side, pass, layer);
+    side.ops.rms_norm(side.stream, side.buffers.residual, args.layer->ffn_norm, args.n_tokens,
+                      model.config.n_embd, model.config.rms_eps, side.buffers.normed);
+    sides.hand_over->queue_shares(args, layer);
+    if (answers == Answers::at_once && needs_answer(layer + 1))
+        cold_ffn(pass, layer);
+    sides.hand_over->queue_merge(args, layer, side.buffers.residual);
+}
+
+void Forward::cold_ffn(const Pass &pass, uint32_t layer) const {
+    const Posted posted = sides.hand_over->await(layer, pass.step.n_tokens(), pass.check_interrupted);
+    FfnArgs args = ffn_args(*sides.cpu, pass, layer);
+    args.neuron_begin = sides.placement.layers[layer].n_pull;
+    args.normed = posted.normed;
+    args.mask = posted.mask;
+    args.mask_stride = posted.mask_stride;
+    args.out = posted.out;
+    sides.cpu->ops.ffn(sides.cpu->stream, args);
+    sides.hand_over->answer(layer);
+}
+
+void Forward::require_answered() const {
+    if (sides.hand_over != nullptr)
+        sides.hand_over->require_answered();
 }
 
 void Forward::head(Side &side, const Step &step, uint32_t begin) const {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 
 namespace pi {
 
@@ -60,10 +61,13 @@ struct Side {
     Buffers buffers;
 };
 
+class HandOver;
+
 // The sides of every part of a model; a null one is never used.
 struct Sides {
     Side *cpu;
     Side *gpu;
+    HandOver *hand_over; // where layers are split
     GpuPlacement placement;
 
     Side &of_layer(uint32_t layer) const { return placement.layers[layer].on_device() ? *gpu : *cpu; }
@@ -85,6 +89,7 @@ struct Pass {
     const std::vector<uint8_t> exact_layer_modes; // [n_tokens] where the file wants the layer exact
     FfnCounts &counts;
     Results &results;
+    const std::function<void()> check_interrupted; // throws Error (PI_INTERRUPTED)
 };
 
 struct Forward {
@@ -95,24 +100,28 @@ struct Forward {
     const bool record_fired;
 
     // Computes the step's new tokens; their KV slots are reserved. `interrupted` is asked between layers (a
-    // graph is one); true ends the step with Error (PI_INTERRUPTED).
+    // graph is one), and while the CPU waits for the device; true ends the step with Error (PI_INTERRUPTED).
     template <typename Interrupted>
     void run(const Step &step, const Interrupted &interrupted, FfnCounts &counts, Results &results) const {
-        const Pass pass{step,   rope_angles(step), ffn_modes(step, false), ffn_modes(step, true), counts,
-                        results};
-        Side *side = &begin(pass);
-        for (uint32_t part = first_part(step), end = part; part < n_parts(); part = end) {
+        const auto check_interrupted = [&] {
             if (interrupted())
                 throw_interrupted();
+        };
+        const Pass pass{step,   rope_angles(step), ffn_modes(step, false), ffn_modes(step, true),
+                        counts, results,           check_interrupted};
+        Side *side = &begin(pass);
+        for (uint32_t part = first_part(step), end = part; part < n_parts(); part = end) {
+            check_interrupted();
             side = &hand_over(*side, of_part(part), step);
             end = end_of_graph(part, pass);
             if (end > part)
                 in_graph(*side, part, end, pass);
             else
-                queue(*side, end++, pass);
+                queue(*side, end++, pass, Answers::at_once);
         }
         finish(*side, pass);
         sides.synchronize(); // counts and records arrive, and failures of queued work belong to this step
+        require_answered();
     }
 
     // PI_FFN_* of every token: the plan's tier, the batch's rules, the attention sink, and whether the file
@@ -124,8 +133,18 @@ struct Forward {
     uint32_t n_parts() const { return model.config.n_layers + 2; }
     uint32_t first_part(const Step &step) const { return step.tokens.empty() ? 1 : 0; }
     Side &of_part(uint32_t part) const;
+    // When the CPU computes its share of a split layer: while the device computes the layer, which alone is
+    // queued; or after a series of layers was queued.
+    enum class Answers { at_once, later };
+    bool is_split(uint32_t part) const;
+    // Whether the part is a split layer that the CPU has neurons of.
+    bool needs_answer(uint32_t part) const;
     // Queues one part.
-    void queue(Side &side, uint32_t part, const Pass &pass) const;
+    void queue(Side &side, uint32_t part, const Pass &pass, Answers answers) const;
+    // The CPU's shares of the split layers among parts [part, end), which are queued.
+    void answer(uint32_t part, uint32_t end, const Pass &pass) const;
+    // Throws Error where the device gave up waiting for an answer.
+    void require_answered() const;
     // One beyond the last part of a graph that begins here; the part itself where none does.
     uint32_t end_of_graph(uint32_t part, const Pass &pass) const;
     // Queues parts [part, end), which are all on this side, at once if they were recorded before.
@@ -139,6 +158,12 @@ struct Forward {
     Side &hand_over(Side &from, Side &to, const Step &step) const;
     void attention(Side &side, const Step &step, uint32_t layer) const;
     void ffn(Side &side, const Pass &pass, uint32_t layer) const;
+    void split_ffn(Side &side, const Pass &pass, uint32_t layer, Answers answers) const;
+    // The CPU's share of a split layer.
+    void cold_ffn(const Pass &pass, uint32_t layer) const;
+    // Whether predictors mask nothing in the layer.
+    bool is_exact(uint32_t layer) const;
+    FfnArgs ffn_args(const Side &side, const Pass &pass, uint32_t layer) const;
     uint64_t fired_words() const { return (model.config.n_ff + 63) / 64; }
     uint32_t rows_each() const { return std::min(plan.max_batch_tokens, Buffers::logit_rows); }
     // Logits of the rows [begin, begin + rows_each()) of step.rows.

@@ -141,6 +141,15 @@ Mapping::~Mapping() {
     munmap(const_cast<uint8_t *>(data_), size_);
 }
 
+void Mapping::drop(const uint8_t *data, size_t n_bytes) const noexcept {
+    const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto first = reinterpret_cast<uintptr_t>(data), last = first + n_bytes;
+    const uintptr_t begin = (first + page_bytes - 1) / page_bytes * page_bytes;
+    const uintptr_t end = last / page_bytes * page_bytes;
+    if (begin < end) // advice only: a page that stays does no harm
+        static_cast<void>(madvise(reinterpret_cast<void *>(begin), end - begin, MADV_DONTNEED));
+}
+
 void Mapping::require_unchanged() const {
     struct stat now{};
     const bool same = fstat(file_.get(), &now) == 0 && now.st_size == opened_.st_size &&

@@ -32,6 +32,8 @@ class Mapping {
     Mapping &operator=(const Mapping &) = delete;
 
     std::span<const uint8_t> bytes() const { return {data_, size_}; }
+    // Whole pages among these bytes of it leave the process's memory; they come back when they are read.
+    void drop(const uint8_t *data, size_t n_bytes) const noexcept;
     // Throws Error when the file was written to or cut since it was opened.
     void require_unchanged() const;
 

@@ -47,9 +47,11 @@ struct FfnArgs {
     float sparse_threshold;    // predicted active iff logit >= this
     const float *normed;       // [n_tokens, n_embd]
     const float *residual;     // [n_tokens, n_embd] the predictor's input: the stream before ffn_norm
-    float *out;                // [n_tokens, n_embd]
-    FfnCounts *counts;         // added to
-    uint64_t *fired; // token's first word of the record of neurons with an activation other than 0, or null
+    const uint64_t *mask; // [n_tokens, mask_stride] bit i: neuron_begin + i is let through; null: predict
+    uint64_t mask_stride;
+    float *out;        // [n_tokens, n_embd]
+    FfnCounts *counts; // added to
+    uint64_t *fired;   // token's first word of the record of neurons with an activation other than 0, or null
     uint64_t fired_stride; // words from one token to the next
 };
 

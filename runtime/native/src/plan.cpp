@@ -142,9 +142,6 @@ void check_placement(const GpuPlacement &placement, const ModelConfig &config, c
             throw Error(PI_FAILURE, of_layer(layer) + " is on the CPU behind a layer on the GPU",
                         "layers on the CPU come first");
         device = placed.on_device();
-        if (placed.kind == LayerKind::split)
-            throw Error(PI_FAILURE, "the plan splits layer " + std::to_string(layer) +
-                                        " between CPU and GPU, which this runtime does not do");
         const uint32_t multiple = split_multiple(weights.layers[layer], config);
         for (const uint32_t n : {placed.n_hot, placed.n_pull}) {
             if (n != config.n_ff && n % multiple != 0)
@@ -182,6 +179,11 @@ uint32_t Plan::ffn_mode(uint32_t n_tokens) const {
 
 bool GpuPlacement::any() const {
     return embedding || head || (!layers.empty() && layers.back().on_device());
+}
+
+bool GpuPlacement::any_split() const {
+    const auto split = [](const LayerPlacement &layer) { return layer.kind == LayerKind::split; };
+    return std::any_of(layers.begin(), layers.end(), split);
 }
 
 bool GpuPlacement::all() const {

@@ -46,6 +46,7 @@ struct GpuPlacement {
     bool head = false;
 
     bool any() const;
+    bool any_split() const;
     // Whether the CPU computes nothing.
     bool all() const;
     std::vector<uint8_t> on_device() const; // [n_layers] 1: attention and KV of the layer

@@ -11,21 +11,13 @@ namespace {
 // About 20 us: longer than the gap between two operations of a step, shorter than a scheduler's time slice.
 constexpr int spin_rounds = 1000;
 
-void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 // Waits until `value` is no longer `old`; returns what it became.
 uint32_t wait_change(const std::atomic<uint32_t> &value, uint32_t old) {
     for (int i = 0; i < spin_rounds; ++i) {
         const uint32_t now = value.load(std::memory_order_acquire);
         if (now != old)
             return now;
-        pause();
+        cpu_pause();
     }
     value.wait(old, std::memory_order_acquire);
     return value.load(std::memory_order_acquire);

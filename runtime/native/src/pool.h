@@ -9,6 +9,15 @@
 
 namespace pi {
 
+// In a loop that waits for another thread or device.
+inline void cpu_pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 class Pool {
   public:
     // The caller of run() is one of the n_threads. Throws Error when the system refuses a thread.

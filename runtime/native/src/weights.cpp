@@ -131,6 +131,14 @@ pi_rows Matrix::rows(uint64_t begin, uint64_t end) const {
                 "rows " + std::to_string(begin) + " to " + std::to_string(end) + " lie in no single part");
 }
 
+Matrix Matrix::columns(uint64_t begin, uint64_t end) const {
+    Matrix cut = *this;
+    cut.n_cols = end - begin;
+    for (Part &part : cut.parts)
+        part.data += type->row_bytes(begin);
+    return cut;
+}
+
 uint64_t Weights::n_bytes() const {
     uint64_t total =
         embedding.n_bytes() + (head.parts[0].data == embedding.parts[0].data ? 0 : head.n_bytes());

@@ -28,6 +28,8 @@ struct Matrix {
     // Rows [begin, end), which lie in one part.
     pi_rows rows(uint64_t begin, uint64_t end) const;
     pi_rows rows() const { return rows(0, n_rows); }
+    // Columns [begin, end) of every row, cut between blocks; row_bytes is still from one row to the next.
+    Matrix columns(uint64_t begin, uint64_t end) const;
     uint64_t n_bytes() const { return n_rows * row_bytes; }
 };
 

@@ -2,8 +2,6 @@
 // read; larger steps compute every neuron, since together their tokens touch nearly all.
 #include "ffn.h"
 
-#include "../status.h"
-
 #include <algorithm>
 
 namespace pi {
@@ -93,7 +91,8 @@ void run_dense(CpuStream &stream, const FfnArgs &args, uint32_t token_begin, uin
 
     float *out = args.out + token_begin * n_embd;
     if (!args.config->sparse_layout) {
-        const Product down = whole(layer.down, nullptr, out);
+        const Matrix columns = layer.down.columns(args.neuron_begin, args.neuron_end);
+        const Product down = whole(columns, nullptr, out);
         cpu_matmul(stream, {&down, 1}, gate, positions, n_tokens);
         return;
     }
@@ -110,22 +109,19 @@ void record_fired(const FfnArgs &args, uint32_t token, const int32_t *index, con
                   int64_t n) {
     if (args.fired == nullptr)
         return;
-    uint64_t *words = args.fired + token * args.fired_stride;
+    // Byte by byte: of a split layer the device writes the bytes before.
+    auto *bytes = reinterpret_cast<uint8_t *>(args.fired + token * args.fired_stride);
     for (int64_t i = 0; i < n; ++i) {
         if (activations[i] == 0)
             continue;
         const auto neuron = args.neuron_begin + static_cast<uint64_t>(index == nullptr ? i : index[i]);
-        words[neuron / 64] |= uint64_t{1} << (neuron % 64);
+        bytes[neuron / 8] = static_cast<uint8_t>(bytes[neuron / 8] | 1u << (neuron % 8));
     }
 }
 
 void cpu_ffn(CpuStream &stream, const FfnArgs &args) {
-    if (!args.config->sparse_layout) {
-        if (args.neuron_begin != 0 || args.neuron_end != args.config->n_ff)
-            throw Error(PI_FAILURE, "a plain-layout FFN cannot be split by neurons",
-                        "convert to the sparse layout");
+    if (!args.config->sparse_layout)
         return run_dense(stream, args, 0, args.n_tokens);
-    }
     const auto is_masked = [&](uint32_t token) { return args.modes[token] == PI_FFN_PREDICTED; };
     const bool few = args.n_tokens <= max_union_tokens && args.config->activation == Activation::relu;
     // Runs of tokens: masked ones a few at a time, the others together when there are enough of them.

@@ -42,8 +42,15 @@ class SparseFfn {
         return masked(token) ? starts_[token * (n_blocks_ + 1) + at] : std::min(at * block, n_);
     }
 
-    // Candidates of the masked tokens, run by run of them.
+    // Candidates of the masked tokens, run by run of them; with given masks, of any token.
     void predict() {
+        if (args_.mask != nullptr)
+            return stream_.pool.run(n_tokens_, [&](int64_t i, uint32_t) {
+                const auto token = static_cast<uint32_t>(i);
+                const uint64_t *mask = args_.mask + (first_ + token) * args_.mask_stride;
+                if (masked(token))
+                    list_candidates(token, [=](int64_t n) { return (mask[n / 64] >> (n % 64) & 1) != 0; });
+            });
         for (uint32_t begin = 0, end = 0; begin < n_tokens_; begin = end) {
             end = begin + 1;
             while (masked(begin) && end < n_tokens_ && masked(end))
@@ -65,12 +72,15 @@ class SparseFfn {
         const Product second{&layer_.predictor_fc2, args_.neuron_begin, args_.neuron_end, nullptr, logits};
         cpu_matmul(stream_, {&second, 1}, hidden, nullptr, n_tokens);
         stream_.pool.run(n_tokens, [&](int64_t i, uint32_t) {
-            list_candidates(logits + i * n_, begin + static_cast<uint32_t>(i));
+            const float *of_token = logits + i * n_;
+            list_candidates(begin + static_cast<uint32_t>(i),
+                            [&](int64_t n) { return of_token[n] >= args_.sparse_threshold; });
         });
     }
 
-    // The neurons whose logit reaches the threshold.
-    void list_candidates(const float *logits, uint32_t token) const {
+    // The neurons that `passes` lets through.
+    template <typename Passes>
+    void list_candidates(uint32_t token, const Passes &passes) const {
         int32_t *candidates = candidates_ + token * n_;
         int32_t *starts = starts_ + token * (n_blocks_ + 1);
         int32_t n = 0;
@@ -78,7 +88,7 @@ class SparseFfn {
             starts[at] = n;
             for (int64_t i = at * block; i < std::min((at + 1) * block, n_); ++i) {
                 candidates[n] = static_cast<int32_t>(i); // no branch: which are let through cannot be guessed
-                n += logits[i] >= args_.sparse_threshold ? 1 : 0;
+                n += passes(i) ? 1 : 0;
             }
         }
         starts[n_blocks_] = n;

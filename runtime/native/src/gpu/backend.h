@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../forward.h"
+#include "handover.h"
 
 namespace pi {
 
@@ -12,6 +13,9 @@ Backend open_gpu_backend(const pi_model &model, const Plan &plan, const GpuPlace
 // Memory for the pages of its layers; the stream outlives it.
 std::unique_ptr<KvHome> make_gpu_pages(Stream &stream, const KvShape &shape,
                                        const std::vector<uint8_t> &layers);
+
+// How split layers meet the CPU; null: the placement has none.
+HandOver *gpu_hand_over(Stream &stream);
 
 // Fills in the device's part of the statistics.
 void describe_gpu(const Side &gpu, pi_stats &stats);

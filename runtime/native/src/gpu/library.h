@@ -5,6 +5,7 @@
 #include "cuda/pi_gpu.h"
 
 #include <cstdint>
+#include <vector>
 
 namespace pi {
 
@@ -40,6 +41,37 @@ class GpuDevice {
         call(&pi_gpu_api::upload, host, n * sizeof(T), data);
         return data;
     }
+    // Pinned host memory of n bytes.
+    struct Pinned {
+        void *host;
+        void *device; // its address for operations
+    };
+    // Released with the object.
+    class PinnedMemory {
+      public:
+        explicit PinnedMemory(const GpuDevice &device) : device_(device) {}
+        ~PinnedMemory() {
+            for (void *host : all_) // a failure is one that synchronize() has told
+                static_cast<void>(device_.api_.release_host(device_.handle_, host));
+        }
+        PinnedMemory(const PinnedMemory &) = delete;
+        PinnedMemory &operator=(const PinnedMemory &) = delete;
+
+        Pinned allocate(uint64_t n_bytes) {
+            Pinned memory{};
+            all_.reserve(all_.size() + 1);
+            device_.call(&pi_gpu_api::allocate_host, n_bytes, &memory.host, &memory.device);
+            all_.push_back(memory.host);
+            n_bytes_ += n_bytes;
+            return memory;
+        }
+        uint64_t n_bytes() const { return n_bytes_; }
+
+      private:
+        const GpuDevice &device_;
+        std::vector<void *> all_;
+        uint64_t n_bytes_ = 0;
+    };
     int32_t try_release(void *data) const noexcept { return api_.release(handle_, data); }
     int32_t try_release_graph(pi_gpu_graph *graph) const noexcept {
         return api_.release_graph(handle_, graph);

@@ -277,6 +277,8 @@ void gpu_begin_step(GpuStream &stream, const KvCache &cache, const Step &step, c
     stream.step.table = words.place(table.pages);
     words.upload(stream.device);
     upload_tree(stream, step);
+    if (stream.hand_over != nullptr)
+        stream.hand_over->begin_step();
 }
 
 Backend open_gpu_backend(const pi_model &model, const Plan &plan, const GpuPlacement &placement) {
@@ -293,9 +295,16 @@ std::unique_ptr<KvHome> make_gpu_pages(Stream &stream, const KvShape &shape,
     return pages;
 }
 
+HandOver *gpu_hand_over(Stream &stream) {
+    return static_cast<GpuStream &>(stream).hand_over.get();
+}
+
 void describe_gpu(const Side &gpu, pi_stats &stats) {
     const auto &stream = static_cast<const GpuStream &>(gpu.stream);
     const pi_gpu_info info = stream.device.info();
+    stats.pinned_bytes = stream.pinned.n_bytes();
+    if (stream.hand_over != nullptr)
+        stats.handover = stream.hand_over->way();
     stats.device = gpu.backend.isa;
     stats.device_context_bytes = info.context_bytes;
     stats.device_bytes = info.context_bytes + info.mapped_bytes + info.graph_limit_bytes;

@@ -24,13 +24,15 @@ void reserve_scratch(const GpuDevice &device, const ModelConfig &config, uint64_
 
 GpuStream::GpuStream(const pi_model &model, const Plan &plan, const GpuPlacement &placement)
     : device(0, plan.vram_budget_bytes), name(device.info().name), max_tokens(plan.max_batch_tokens),
-      context_pages((plan.n_context + PI_PAGE - 1) / PI_PAGE) {
+      context_pages((plan.n_context + PI_PAGE - 1) / PI_PAGE), file_(model.mapping) {
     const ModelConfig &config = model.config;
     const bool predictors = plan.ffn_mode(1) == PI_FFN_PREDICTED;
     reserve_scratch(device, config, max_tokens);
     for (uint32_t layer = 0; layer < config.n_layers; ++layer) {
-        if (placement.layers[layer].on_device())
-            put_layer(model.weights.layers[layer], config, predictors);
+        const LayerPlacement &placed = placement.layers[layer];
+        const bool predicted = predictors && (placed.kind == LayerKind::split || !plan.predict_split_only);
+        if (placed.on_device())
+            put_layer(model.weights.layers[layer], placed, config, predicted);
     }
     if (placement.embedding)
         put(model.weights.embedding);
@@ -39,13 +41,17 @@ GpuStream::GpuStream(const pi_model &model, const Plan &plan, const GpuPlacement
         put(model.weights.output_norm, config.n_embd);
     }
     make_buffers(config, model, plan);
+    if (placement.any_split())
+        hand_over = std::make_unique<HandOver>(*this, config, placement, plan);
     device.call(&pi_gpu_api::synchronize); // failures of the uploads belong here
 }
 
-void GpuStream::put_layer(const LayerWeights &layer, const ModelConfig &config, bool predictors) {
-    for (const Matrix *matrix : {&layer.q, &layer.k, &layer.v, &layer.attn_output, &layer.gate, &layer.up,
-                                 config.sparse_layout ? &layer.down_t : &layer.down})
+void GpuStream::put_layer(const LayerWeights &layer, const LayerPlacement &placed, const ModelConfig &config,
+                          bool predictors) {
+    for (const Matrix *matrix : {&layer.q, &layer.k, &layer.v, &layer.attn_output})
         put(*matrix);
+    put_neurons(layer, config, 0, placed.n_hot, PI_PLACE_GPU);
+    put_neurons(layer, config, placed.n_hot, placed.n_pull, PI_PLACE_PULL);
     if (predictors) {
         put(layer.predictor_fc1);
         put(layer.predictor_fc2);
@@ -58,39 +64,87 @@ void GpuStream::put_layer(const LayerWeights &layer, const ModelConfig &config, 
     put(layer.attn_output_bias, config.n_embd);
 }
 
+void GpuStream::put_neurons(const LayerWeights &layer, const ModelConfig &config, uint32_t begin,
+                            uint32_t end, uint32_t place) {
+    if (begin == end)
+        return;
+    put(layer.gate, begin, end, place);
+    put(layer.up, begin, end, place);
+    if (config.sparse_layout) {
+        put(layer.down_t, begin, end, place);
+    } else if (begin == 0 && end == config.n_ff) {
+        put(layer.down);
+    } else {
+        put_columns(layer.down, begin, end, place);
+    }
+}
+
 void GpuStream::put(const float *values, uint64_t n) {
     if (values != nullptr && !vectors_.contains(values))
         vectors_[values] = device.copy_of(values, n);
 }
 
-void GpuStream::put(const Matrix &matrix) {
-    const pi_rows host = matrix.rows();
-    const auto *key = static_cast<const uint8_t *>(host.base);
-    if (matrices_.contains(key))
-        return; // a tied head
+// Memory for n rows as the device reads them.
+pi_gpu_rows GpuStream::place_for(const Matrix &matrix, uint64_t n_rows, uint32_t place) {
     pi_gpu_rows rows{};
     rows.kernel_type = static_cast<uint32_t>(matrix.type->kernel_index);
     rows.n_cols = static_cast<uint32_t>(matrix.n_cols);
-    rows.n_rows = static_cast<uint32_t>(matrix.n_rows);
+    rows.n_rows = static_cast<uint32_t>(n_rows);
     rows.row_stride = device.api().row_stride(rows.kernel_type, rows.n_cols);
     if (rows.row_stride == 0)
         throw Error(PI_FAILURE,
                     "the device has no kernels for rows of " + std::to_string(matrix.n_cols) +
                         " elements of " + matrix.type->name,
                     "use --vram-budget 0");
-    rows.data = device.allocate<uint8_t>(rows.row_stride * rows.n_rows);
-    device.call(&pi_gpu_api::upload_rows, host.base, matrix.row_bytes, &rows);
-    matrices_[key] = rows;
+    if (place == PI_PLACE_GPU) {
+        rows.data = device.allocate<uint8_t>(rows.row_stride * n_rows);
+        return rows;
+    }
+    rows.data = pinned.allocate(rows.row_stride * n_rows).device;
+    return rows;
+}
+
+void GpuStream::put(const Matrix &matrix, uint64_t begin, uint64_t end, uint32_t place) {
+    std::vector<Part> &parts = matrices_[static_cast<const uint8_t *>(matrix.rows().base)];
+    if (!parts.empty() && parts.back().end >= end)
+        return; // a tied head
+    const auto *host = static_cast<const uint8_t *>(matrix.rows(begin, end).base);
+    const pi_gpu_rows rows = place_for(matrix, end - begin, place);
+    device.call(&pi_gpu_api::upload_rows, static_cast<const void *>(host), matrix.row_bytes, &rows);
+    file_.drop(host, (end - begin) * matrix.row_bytes);
+    parts.push_back({begin, end, rows});
+}
+
+// Through a copy without the other columns, some rows at a time.
+void GpuStream::put_columns(const Matrix &matrix, uint64_t begin, uint64_t end, uint32_t place) {
+    const Matrix columns = matrix.columns(begin, end);
+    const auto *host = static_cast<const uint8_t *>(columns.rows().base);
+    const uint64_t row_bytes = matrix.type->row_bytes(end - begin), each = tile_bytes / row_bytes + 1;
+    const pi_gpu_rows rows = place_for(columns, columns.n_rows, place);
+    std::vector<uint8_t> copy(std::min(each, columns.n_rows) * row_bytes);
+    for (uint64_t first = 0; first < columns.n_rows; first += each) {
+        pi_gpu_rows part = rows;
+        part.data = static_cast<const uint8_t *>(rows.data) + first * rows.row_stride;
+        part.n_rows = static_cast<uint32_t>(std::min(each, columns.n_rows - first));
+        for (uint64_t i = 0; i < part.n_rows; ++i)
+            std::copy_n(host + (first + i) * matrix.row_bytes, row_bytes, copy.data() + i * row_bytes);
+        device.call(&pi_gpu_api::upload_rows, static_cast<const void *>(copy.data()), row_bytes, &part);
+    }
+    file_.drop(static_cast<const uint8_t *>(matrix.rows().base), matrix.n_bytes());
+    matrices_[host].push_back({0, columns.n_rows, rows});
 }
 
 pi_gpu_rows GpuStream::rows(const Matrix &matrix, uint64_t begin, uint64_t end) const {
     const auto found = matrices_.find(static_cast<const uint8_t *>(matrix.rows().base));
-    if (found == matrices_.end())
-        throw Error(PI_FAILURE, "a matrix is not on the device");
-    pi_gpu_rows rows = found->second;
-    rows.data = static_cast<const uint8_t *>(rows.data) + begin * rows.row_stride;
-    rows.n_rows = static_cast<uint32_t>(end - begin);
-    return rows;
+    for (const Part &part : found == matrices_.end() ? std::vector<Part>{} : found->second) {
+        if (begin < part.begin || end > part.end)
+            continue;
+        pi_gpu_rows rows = part.rows;
+        rows.data = static_cast<const uint8_t *>(rows.data) + (begin - part.begin) * rows.row_stride;
+        rows.n_rows = static_cast<uint32_t>(end - begin);
+        return rows;
+    }
+    throw Error(PI_FAILURE, "a matrix is not on the device");
 }
 
 const uint32_t *GpuStream::indices(const void *host, uint32_t n) {
@@ -105,8 +159,10 @@ void GpuStream::make_buffers(const ModelConfig &config, const pi_model &model, c
     uint64_t rank = 0;
     for (const LayerWeights &layer : model.weights.layers)
         rank = std::max(rank, layer.predictor_fc1.n_rows);
-    ffn.hidden = device.allocate<float>(rank);
-    ffn.logits = device.allocate<float>(n_ff);
+    const uint64_t together = std::min<uint64_t>(n, GpuFfnBuffers::predicted_together);
+    ffn.hidden = device.allocate<float>(together * rank);
+    ffn.logits = device.allocate<float>(together * n_ff);
+    ffn.mask = device.allocate<uint32_t>(n * ((n_ff + 31) / 32));
     ffn.coef = device.allocate<float>(n_ff);
     ffn.candidates = {device.allocate<int32_t>(n_ff), nullptr, device.allocate<uint32_t>(1)};
     ffn.fired = {device.allocate<int32_t>(n_ff), device.allocate<float>(n_ff), device.allocate<uint32_t>(1)};

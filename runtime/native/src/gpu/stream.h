@@ -4,6 +4,7 @@
 
 #include "backend.h"
 #include "graphs.h"
+#include "handover.h"
 #include "library.h"
 
 #include <map>
@@ -31,9 +32,12 @@ class GpuPages final : public KvHome {
 
 // What an FFN needs beside its weights, for max_tokens tokens.
 struct GpuFfnBuffers {
+    static constexpr uint32_t predicted_together = 16; // tokens
+
     float *gate, *up; // [max_tokens, n_ff]
-    float *hidden;    // [rank] of the predictor
-    float *logits;    // [n_ff]
+    float *hidden;    // [predicted_together, rank] of the predictor
+    float *logits;    // [predicted_together, n_ff]
+    uint32_t *mask;   // [max_tokens, ceil(n_ff / 32)] neurons that it names
     float *coef;      // [n_ff]
     pi_gpu_list candidates, fired;
     uint64_t *words;  // [max_tokens, words] neurons that fired
@@ -51,6 +55,7 @@ struct GpuStepBuffers {
 struct GpuStream final : Stream {
     GpuStream(const pi_model &model, const Plan &plan, const GpuPlacement &placement);
 
+    // Rows that lie in one place: device memory, or pinned memory of the host.
     pi_gpu_rows rows(const Matrix &matrix, uint64_t begin, uint64_t end) const;
     pi_gpu_rows rows(const Matrix &matrix) const { return rows(matrix, 0, matrix.n_rows); }
     const float *vector(const float *host) const { return host == nullptr ? nullptr : vectors_.at(host); }
@@ -58,6 +63,7 @@ struct GpuStream final : Stream {
     const uint32_t *indices(const void *host, uint32_t n);
 
     GpuDevice device;
+    GpuDevice::PinnedMemory pinned{device}; // pulled weights, and what sides hand over
     GpuGraphs graphs{device};
     std::string name;
     GpuPages *pages = nullptr; // the cache's
@@ -72,22 +78,40 @@ struct GpuStream final : Stream {
     uint32_t n_tiles = 0;
     float *row_results = nullptr; // [max_tokens]
     uint32_t *index_buffer = nullptr;
-    FfnCounts *counts = nullptr; // to be added to when the device is done
+    std::unique_ptr<HandOver> hand_over; // where layers are split
+    FfnCounts *counts = nullptr;         // to be added to when the device is done
     uint32_t max_tokens;
     uint32_t context_pages; // of a sequence
 
   private:
-    void put(const Matrix &matrix);
+    struct Part {
+        uint64_t begin, end; // rows of the matrix
+        pi_gpu_rows rows;
+    };
+
+    void put(const Matrix &matrix) { put(matrix, 0, matrix.n_rows, PI_PLACE_GPU); }
+    // A range of rows, or of a plain ffn_down's columns, into the memory of a PI_PLACE_*.
+    void put(const Matrix &matrix, uint64_t begin, uint64_t end, uint32_t place);
+    void put_columns(const Matrix &matrix, uint64_t begin, uint64_t end, uint32_t place);
+    pi_gpu_rows place_for(const Matrix &matrix, uint64_t n_rows, uint32_t place);
     void put(const float *values, uint64_t n);
-    void put_layer(const LayerWeights &layer, const ModelConfig &config, bool predictors);
+    void put_layer(const LayerWeights &layer, const LayerPlacement &placed, const ModelConfig &config,
+                   bool predictors);
+    void put_neurons(const LayerWeights &layer, const ModelConfig &config, uint32_t begin, uint32_t end,
+                     uint32_t place);
     void make_buffers(const ModelConfig &config, const pi_model &model, const Plan &plan);
 
-    std::map<const uint8_t *, pi_gpu_rows> matrices_; // by the file's bytes
+    const Mapping &file_;
+    std::map<const uint8_t *, std::vector<Part>> matrices_; // by the file's bytes
     std::map<const float *, const float *> vectors_;
 };
 
 // Describes the step to the device: tokens and their places, block table, tiles for attention.
 void gpu_begin_step(GpuStream &stream, const KvCache &cache, const Step &step, const RopeAngles &angles);
 void gpu_ffn(GpuStream &stream, const FfnArgs &args);
+// The same in two steps: masks of all neurons for the tokens that are predicted, into stream.ffn.mask; a
+// range of neurons, args.out = their share.
+void gpu_predict(GpuStream &stream, const FfnArgs &args);
+void gpu_ffn_range(GpuStream &stream, const FfnArgs &args);
 
 } // namespace pi

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <climits>
 #include <cmath>
 #include <cstdint>
@@ -109,6 +110,19 @@ T __ldg(const T *p) {
     std::memcpy(&value, p, sizeof value);
     return value;
 }
+template <typename T>
+T __ldcv(const T *p) {
+    return __ldg(p);
+}
+inline void __threadfence_system() {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+inline int __popc(uint32_t bits) {
+    return __builtin_popcount(bits);
+}
+inline int __ffs(int bits) {
+    return __builtin_ffs(bits);
+}
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
     uint32_t out = 0;
@@ -182,12 +196,14 @@ cudaError_t cudaGetDeviceCount(int *n);
 cudaError_t cudaSetDevice(int ordinal);
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int ordinal);
 cudaError_t cudaDeviceGetPCIBusId(char *out, int n, int ordinal);
+enum cudaDeviceAttr { cudaDevAttrKernelExecTimeout = 17 };
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal);
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes);
 cudaError_t cudaFree(void *data);
 cudaError_t cudaMallocHost(void **out, size_t n_bytes);
-cudaError_t cudaHostAlloc(void **out, size_t n_bytes, unsigned flags);
-cudaError_t cudaHostGetDevicePointer(void **out, void *host, unsigned flags);
 cudaError_t cudaFreeHost(void *data);
+cudaError_t cudaHostAlloc(void **out, size_t n_bytes, unsigned flags);
+cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags);
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n_bytes, cudaMemcpyKind kind,
                             cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void *data, int value, size_t n_bytes, cudaStream_t stream);
@@ -208,6 +224,9 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph);
 
 namespace pi_cuda {
+
+uint64_t global_time_ns();
+void be_patient(); // gives its turn to the program's threads
 
 template <typename... Params, typename... Args>
 void start_kernel(void (*kernel)(Params...), dim3 grid, dim3 block, size_t, cudaStream_t, Args... args) {

@@ -1,0 +1,228 @@
+#include "handover.h"
+
+#include "../pool.h"
+#include "stream.h"
+
+#include <algorithm>
+#include <filesystem>
+
+namespace pi {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A side that waits longer than this for the other says so. Steps of many tokens take the CPU longer.
+constexpr std::chrono::seconds limit{5}, limit_of_many{60};
+constexpr uint32_t few_tokens = 16;
+constexpr std::chrono::milliseconds between_checks{20};
+constexpr int polls_between_clocks = 256;
+constexpr uint64_t floats_of_block = 2048; // that a block of the device posts: docs/LOG.md
+
+std::chrono::seconds limit_for(uint32_t n_tokens) {
+    return n_tokens <= few_tokens ? limit : limit_of_many;
+}
+
+uint32_t n_blocks_for(uint64_t n_floats, uint32_t most) {
+    return static_cast<uint32_t>(
+        std::clamp<uint64_t>((n_floats + floats_of_block - 1) / floats_of_block, 1, most));
+}
+
+// A Linux under Windows shares its GPU with the display there.
+bool is_under_windows() {
+    return std::filesystem::exists("/dev/dxg");
+}
+
+uint32_t choose_way(const GpuDevice &device, uint32_t asked) {
+    uint32_t spin = 0, gate = 0;
+    device.call(&pi_gpu_api::waits, &spin, &gate);
+    const bool may_spin = spin != 0 && !is_under_windows();
+    if (asked == PI_HANDOVER_SPIN && !may_spin)
+        throw Error(PI_FAILURE,
+                    "hand-over spin: a display depends on this GPU, which must not wait in a kernel",
+                    "use --handover event, or auto");
+    if (asked == PI_HANDOVER_WAIT_VALUE && gate == 0)
+        throw Error(PI_FAILURE, "hand-over wait-value: the NVIDIA driver has no cuStreamWaitValue32",
+                    "use --handover auto, or a newer driver");
+    if (asked != PI_HANDOVER_AUTO)
+        return asked;
+    return may_spin ? PI_HANDOVER_SPIN : PI_HANDOVER_EVENT;
+}
+
+// The values that one side writes and the other reads.
+template <typename T>
+T read(const T &flag) {
+    return std::atomic_ref(const_cast<T &>(flag)).load(std::memory_order_acquire);
+}
+template <typename T>
+void write(T &flag, T value) {
+    std::atomic_ref(flag).store(value, std::memory_order_release);
+}
+
+} // namespace
+
+HandOver::HandOver(GpuStream &stream, const ModelConfig &config, const GpuPlacement &placement,
+                   const Plan &plan)
+    : stream_(stream), config_(config), layers_(placement.layers), order_(config.n_layers),
+      way_(choose_way(stream.device, plan.handover)) {
+    uint64_t most_cold = 0;
+    bool pulls = false;
+    for (uint32_t layer = 0; layer < config.n_layers; ++layer) {
+        const LayerPlacement &placed = layers_[layer];
+        if (placed.kind != LayerKind::split)
+            continue;
+        pulls = pulls || placed.n_pull > placed.n_hot;
+        if (placed.n_pull == config.n_ff)
+            continue;
+        order_[layer] = ++n_exchanges_;
+        most_cold = std::max<uint64_t>(most_cold, config.n_ff - placed.n_pull);
+    }
+    const uint64_t n = uint64_t{plan.max_batch_tokens} * config.n_embd;
+    mask_stride_ = static_cast<uint32_t>((most_cold + 63) / 64 * 2);
+    control_ = share<Control>(1);
+    *control_.host = {};
+    gates_ = share<uint32_t>(n_exchanges_ + 1);
+    normed_ = share<float>(n);
+    answer_ = share<float>(n);
+    mask_ = share<uint32_t>(uint64_t{plan.max_batch_tokens} * mask_stride_);
+    step_ = stream.device.allocate<uint32_t>(2);
+    pulled_ = pulls ? stream.device.allocate<float>(n) : nullptr;
+}
+
+template <typename T>
+HandOver::Shared<T> HandOver::share(uint64_t n) {
+    const GpuDevice::Pinned memory = stream_.pinned.allocate(n * sizeof(T));
+    return {static_cast<T *>(memory.host), static_cast<T *>(memory.device)};
+}
+
+void HandOver::begin_step() {
+    base_ += n_exchanges_;
+    write(control_.host->mail.value, uint64_t{0});
+    write(control_.host->late.value, uint64_t{0});
+    for (uint32_t i = 0; i < n_exchanges_; ++i)
+        write(gates_.host[i], 0u);
+    const uint32_t words[] = {base_, 0};
+    stream_.device.call(&pi_gpu_api::upload, static_cast<const void *>(words), sizeof words,
+                        static_cast<void *>(step_));
+}
+
+FfnArgs HandOver::range(const FfnArgs &args, uint32_t begin, uint32_t end, float *out) const {
+    FfnArgs part = args;
+    part.neuron_begin = begin;
+    part.neuron_end = end;
+    part.out = out;
+    return part;
+}
+
+void HandOver::queue_shares(const FfnArgs &args, uint32_t layer) {
+    const LayerPlacement &placed = layers_[layer];
+    gpu_predict(stream_, args);
+    if (order_[layer] != 0)
+        queue_post(args, layer);
+    if (placed.n_hot > 0)
+        gpu_ffn_range(stream_, range(args, 0, placed.n_hot, args.out));
+    if (placed.n_pull > placed.n_hot)
+        gpu_ffn_range(stream_, range(args, placed.n_hot, placed.n_pull, pulled_));
+}
+
+void HandOver::queue_post(const FfnArgs &args, uint32_t layer) {
+    const uint32_t first = layers_[layer].n_pull / 32, n_words = (config_.n_ff + 31) / 32;
+    const bool masked =
+        std::find(args.modes, args.modes + args.n_tokens, PI_FFN_PREDICTED) != args.modes + args.n_tokens;
+    pi_gpu_post post{};
+    post.base = step_;
+    post.order = order_[layer];
+    post.n_tokens = args.n_tokens;
+    post.n_embd = config_.n_embd;
+    post.n_blocks = n_blocks_for(uint64_t{args.n_tokens} * config_.n_embd, Control::most_blocks);
+    post.x = args.normed;
+    post.x_out = normed_.device;
+    post.mask = stream_.ffn.mask + first;
+    post.mask_out = mask_.device;
+    post.mask_words = masked ? n_words - first : 0;
+    post.mask_stride = n_words;
+    post.mask_out_stride = mask_stride_;
+    post.flags = reinterpret_cast<uint32_t *>(control_.device->posted);
+    stream_.device.call(&pi_gpu_api::post, static_cast<const pi_gpu_post *>(&post));
+}
+
+void HandOver::queue_merge(const FfnArgs &args, uint32_t layer, float *residual) {
+    const LayerPlacement &placed = layers_[layer];
+    pi_gpu_merge merge{};
+    merge.base = step_;
+    merge.order = order_[layer];
+    merge.mail = &control_.device->mail.value;
+    if (way_ == PI_HANDOVER_WAIT_VALUE && order_[layer] != 0)
+        merge.gate = gates_.device + order_[layer] - 1;
+    merge.late = reinterpret_cast<uint32_t *>(&control_.device->late);
+    merge.given_up = step_ + 1;
+    merge.limit_ns = std::chrono::nanoseconds(limit_for(args.n_tokens)).count();
+    merge.share[0] = placed.n_hot > 0 ? args.out : nullptr;
+    merge.share[1] = placed.n_pull > placed.n_hot ? pulled_ : nullptr;
+    merge.answer = order_[layer] != 0 ? answer_.device : nullptr;
+    merge.n = uint64_t{args.n_tokens} * config_.n_embd;
+    merge.y = residual;
+    stream_.device.call(&pi_gpu_api::merge, static_cast<const pi_gpu_merge *>(&merge));
+}
+
+Posted HandOver::await(uint32_t layer, uint32_t n_tokens, const std::function<void()> &check_interrupted) {
+    const uint32_t value = value_of(layer);
+    const uint32_t n_blocks = n_blocks_for(uint64_t{n_tokens} * config_.n_embd, Control::most_blocks);
+    const Clock::time_point begin = Clock::now();
+    Clock::time_point next_check = begin;
+    for (uint32_t block = 0, polls = 0; block < n_blocks;) {
+        if (read(control_.host->posted[block].value) == value) {
+            ++block;
+            continue;
+        }
+        if (++polls % polls_between_clocks != 0) {
+            cpu_pause();
+            continue;
+        }
+        std::this_thread::yield(); // where something else wants this core, it may well be what posts
+        const Clock::time_point now = Clock::now();
+        if (now < next_check)
+            continue;
+        next_check = now + between_checks;
+        require_alive();
+        check_interrupted();
+        if (now - begin > limit_for(n_tokens)) {
+            silent_ = true;
+            throw Error(PI_FAILURE, "layer " + std::to_string(layer) +
+                                        ": the GPU has handed nothing over for " +
+                                        std::to_string(limit_for(n_tokens).count()) + " s");
+        }
+    }
+    return {normed_.host, reinterpret_cast<const uint64_t *>(mask_.host), mask_stride_ / 2, answer_.host};
+}
+
+void HandOver::answer(uint32_t layer) {
+    write(control_.host->mail.value, uint64_t{value_of(layer)});
+    write(gates_.host[order_[layer] - 1], 1u);
+}
+
+void HandOver::give_up() {
+    write(control_.host->mail.value, no_answer);
+    for (uint32_t i = 0; i < n_exchanges_; ++i)
+        write(gates_.host[i], 1u);
+}
+
+// A device that failed, or that gave up, posts nothing more.
+void HandOver::require_alive() const {
+    require_answered();
+    uint32_t busy = 0;
+    stream_.device.call(&pi_gpu_api::query, &busy); // while the CPU waits, so no kernel waits for the CPU
+}
+
+void HandOver::require_answered() const {
+    const uint64_t late = read(control_.host->late.value);
+    for (uint32_t layer = 0; late != 0 && layer < config_.n_layers; ++layer) {
+        if (order_[layer] != 0 && value_of(layer) == late)
+            throw Error(PI_FAILURE,
+                        "layer " + std::to_string(layer) +
+                            ": the GPU has waited for the CPU's share for longer than " +
+                            std::to_string(limit.count()) + " s",
+                        "another program may keep the CPU's cores busy; use fewer threads (-t)");
+    }
+}
+
+} // namespace pi

@@ -1,0 +1,104 @@
+// handover.h: how the two sides of a split layer meet. The device posts the normed tokens and the predictor's
+// masks to pinned host memory and computes its own neurons; the CPU computes the others from what was posted,
+// and answers with one vector a token, which the device adds. docs/hybrid.md has the picture.
+#pragma once
+
+#include "../ops.h"
+#include "../plan.h"
+#include "library.h"
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+
+namespace pi {
+
+struct GpuStream;
+
+// What the CPU computes its neurons from, and where it writes their share; pinned memory.
+struct Posted {
+    const float *normed;  // [n_tokens, n_embd]
+    const uint64_t *mask; // [n_tokens, mask_stride] bit i: neuron n_pull + i; of predicted tokens
+    uint64_t mask_stride;
+    float *out; // [n_tokens, n_embd]
+};
+
+class HandOver {
+  public:
+    // Throws Error: no memory (PI_DOES_NOT_FIT), or a way that the plan asks for and the device does not
+    // have.
+    HandOver(GpuStream &stream, const ModelConfig &config, const GpuPlacement &placement, const Plan &plan);
+    HandOver(const HandOver &) = delete;
+    HandOver &operator=(const HandOver &) = delete;
+
+    // ---- queued on the device; the same operations every step, so that they may be recorded
+    // What a layer needs of the CPU is posted; args.out becomes the share of the neurons in device memory,
+    // and pulled ones are computed too.
+    void queue_shares(const FfnArgs &args, uint32_t layer);
+    // residual += all shares of the layer, once the CPU has answered.
+    void queue_merge(const FfnArgs &args, uint32_t layer, float *residual);
+
+    // ---- on the CPU, layer by layer
+    // Before the operations of a step; the device is idle.
+    void begin_step();
+    // Waits for a layer's post. `interrupted` is asked now and then. Throws Error: the device failed, posts
+    // nothing, or has given up waiting for the CPU.
+    Posted await(uint32_t layer, uint32_t n_tokens, const std::function<void()> &check_interrupted);
+    void answer(uint32_t layer);
+    // What is queued waits for no answer from here on.
+    void give_up();
+    // The device has posted nothing in time: waiting for it could take for ever.
+    bool is_silent() const { return silent_; }
+    // After a step's work: throws Error where the device gave up waiting for the CPU.
+    void require_answered() const;
+
+    // PI_HANDOVER_*, but for AUTO.
+    uint32_t way() const { return way_; }
+    // Whether a series of layers may be queued at once, before the CPU has answered the first.
+    bool queues_ahead() const { return way_ != PI_HANDOVER_EVENT; }
+
+  private:
+    // In host memory, written by one side and read by the other; a cache line each.
+    struct alignas(64) Flag {
+        uint64_t value;
+    };
+    struct Control {
+        static constexpr uint32_t most_blocks = 64;
+        Flag posted[most_blocks]; // device: the last exchange that block b has written
+        Flag mail;                // CPU: the last one it has answered
+        Flag late;                // device: the one it gave up to wait for; 0: none
+    };
+    static constexpr uint64_t no_answer = uint64_t{1} << 32; // as mail
+
+    template <typename T>
+    struct Shared {
+        T *host;
+        T *device;
+    };
+    template <typename T>
+    Shared<T> share(uint64_t n);
+
+    uint32_t value_of(uint32_t layer) const { return base_ + order_[layer]; }
+    void require_alive() const;
+    FfnArgs range(const FfnArgs &args, uint32_t begin, uint32_t end, float *out) const;
+    void queue_post(const FfnArgs &args, uint32_t layer);
+
+    GpuStream &stream_;
+    const ModelConfig &config_;
+    const std::vector<LayerPlacement> layers_;
+    std::vector<uint32_t> order_; // [n_layers] of the layer's exchange in a step, from 1; 0: it has none
+    uint32_t n_exchanges_ = 0;    // of a step
+    uint32_t base_ = 0;           // exchange k of this step has the value base_ + k
+    uint32_t way_;
+    bool silent_ = false;
+    uint32_t mask_stride_; // 32-bit words of a token, even
+    Shared<Control> control_;
+    Shared<uint32_t> gates_; // [n_exchanges] CPU: not 0: answered; where the stream waits for that
+    Shared<float> normed_;   // [max_tokens, n_embd]
+    Shared<float> answer_;   // [max_tokens, n_embd]
+    Shared<uint32_t> mask_;  // [max_tokens, mask_stride]
+    uint32_t *step_;         // device: base_, and whether the step was given up
+    float *pulled_;          // device: [max_tokens, n_embd] share of the pulled neurons
+};
+
+} // namespace pi

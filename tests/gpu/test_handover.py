@@ -1,0 +1,311 @@
+"""How the sides of a split layer meet: the ways to wait, sides that do not come, and the device's own operations."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu.device import FLAG_STRIDE, U32, Device, List, Merge, Post, Ptr, library_path
+from gpu.hybrid import SMALL, opened, options, small_file
+from gpu.models import has_driver
+from parity.steps import bits, run_chunks
+from powerinfer_toolkit.errors import ExitCode, PiError
+from powerinfer_toolkit.runtime import native_lib
+from powerinfer_toolkit.runtime.engine import Batch
+from powerinfer_toolkit.runtime.model import Model
+from powerinfer_toolkit.runtime.plan.plan import HandOver
+
+N = SMALL.n_ff
+RANGES = ((64, 64), (32, 96), (0, N))  # the last layer needs nothing of the CPU
+TOKENS = np.random.default_rng(7).integers(3, SMALL.n_vocab, 12)
+ONE_MORE = Batch([5], want_logits=True)  # as the single tokens before it, so that it replays
+LIMIT_S = 5  # that a side waits for the other
+
+emulated_only = pytest.mark.skipif(has_driver(), reason="the emulated device is told to misbehave")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, device_library: None) -> Path:
+    return small_file(tmp_path_factory.mktemp("handover") / "small.gguf")
+
+
+def emulator() -> ct.CDLL:
+    return ct.CDLL(str(library_path("gpu_emulated")))
+
+
+@pytest.fixture
+def display() -> Iterator[None]:
+    """A device on which a display hangs."""
+    emulator().emulator_display(1)
+    yield
+    emulator().emulator_display(0)
+
+
+@contextmanager
+def asking(model: Model, interrupted: Callable[[], bool]) -> Iterator[None]:
+    """Steps of the model ask whether they are to end."""
+    callback = native_lib.AbortFn(lambda _user: int(interrupted()))
+    library = native_lib.load()
+    library.pi_engine_set_abort(model.engine.handle, callback, None)
+    yield
+    library.pi_engine_set_abort(model.engine.handle, native_lib.AbortFn(), None)
+
+
+def decoded(model: Model) -> np.ndarray:
+    """Logits of single tokens: the first step is queued, the second recorded, the others replayed."""
+    run_chunks(model, TOKENS[:6], 6)
+    return run_chunks(model, TOKENS[6:], 1)
+
+
+@pytest.mark.parametrize("ffn", ["exact", "predicted"])
+def test_every_way_gives_the_same_bits(path: Path, ffn: str) -> None:
+    seen = set()
+    for way in (HandOver.EVENT, HandOver.SPIN, HandOver.WAIT_VALUE):
+        with opened(path, options(ffn), RANGES, handover=way) as model:
+            seen.add(bits(decoded(model)))
+            stats = model.stats()
+            assert stats.handover == way
+            n_decoded = len(TOKENS) - 6
+            if way is not HandOver.EVENT:
+                assert stats.device_graph_launches == n_decoded - 1
+            assert stats.pinned_bytes > 0
+    assert len(seen) == 1
+
+
+def test_whole_layers_have_none(path: Path) -> None:
+    with opened(path, options("exact"), ((N, N), (N, N), (N, N)), handover=HandOver.SPIN) as model:
+        assert model.stats().handover == HandOver.AUTO
+
+
+@emulated_only
+def test_a_display_is_not_made_to_wait(path: Path, display: None) -> None:
+    with opened(path, options("exact"), RANGES) as model:
+        assert model.stats().handover == HandOver.EVENT
+    with pytest.raises(PiError, match="a display depends on this GPU"):
+        opened(path, options("exact"), RANGES, handover=HandOver.SPIN)
+
+
+@emulated_only
+def test_without_a_display_kernels_wait(path: Path) -> None:
+    with opened(path, options("exact"), RANGES) as model:
+        assert model.stats().handover == HandOver.SPIN
+
+
+@pytest.mark.parametrize("way", [HandOver.SPIN, HandOver.WAIT_VALUE, HandOver.EVENT])
+def test_a_step_that_is_aborted_leaves_the_engine_whole(path: Path, way: HandOver) -> None:
+    """Also in the middle of a replayed graph, whose kernels then wait for nobody."""
+    with opened(path, options("exact"), RANGES, handover=way) as model:
+        want = bits(decoded(model))
+        for n_asked in (1, 2):
+            asked = iter(range(n_asked))
+            with (
+                asking(model, lambda asked=asked: next(asked, None) is None),
+                pytest.raises(PiError) as failure,
+            ):
+                model.engine.run(ONE_MORE)
+            assert failure.value.exit_code == ExitCode.INTERRUPTED
+        model.engine.kv_truncate(0, 0)
+        assert bits(decoded(model)) == want
+
+
+def test_a_cpu_that_never_answers_is_an_error(path: Path) -> None:
+    """The CPU is kept busy by its abort callback, which it asks while it waits for a post."""
+    with opened(path, options("exact"), RANGES, handover=HandOver.SPIN) as model:
+        decoded(model)
+        pauses = iter([0, LIMIT_S + 1.5])
+        with (
+            asking(model, lambda: time.sleep(next(pauses, 0)) is not None),
+            pytest.raises(PiError, match=r"layer \d: the GPU has waited for the CPU"),
+        ):
+            model.engine.run(ONE_MORE)
+        model.engine.run(ONE_MORE)  # the engine is whole
+        assert np.isfinite(model.engine.logits()).all()
+
+
+@emulated_only
+@pytest.mark.parametrize("way", [HandOver.SPIN, HandOver.EVENT])
+def test_a_device_that_posts_nothing_is_an_error(path: Path, way: HandOver) -> None:
+    with opened(path, options("exact"), RANGES, handover=way) as model:
+        decoded(model)
+        begin = time.monotonic()
+        try:
+            # From when the step is described to the device on.
+            with (
+                asking(model, lambda: emulator().emulator_stall(1) and False),
+                pytest.raises(PiError, match="layer 0: the GPU has handed nothing over for 5 s"),
+            ):
+                model.engine.run(ONE_MORE)
+            assert time.monotonic() - begin < LIMIT_S + 2
+            with pytest.raises(PiError, match="did not come back from an earlier step"):
+                model.engine.run(ONE_MORE)
+        finally:
+            emulator().emulator_stall(0)
+
+
+# ---- the device's operations ------------------------------------------------------------------------------
+
+
+class Pinned:
+    """Host memory that the device sees, as an array."""
+
+    def __init__(self, device: Device, shape: tuple[int, ...], dtype: type) -> None:
+        host, self.address = Ptr(), Ptr()
+        n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        device.allocate_host(n_bytes, ct.byref(host), ct.byref(self.address))
+        memory = (ct.c_uint8 * n_bytes).from_address(host.value or 0)
+        self.array = np.frombuffer(memory, dtype).reshape(shape)
+        self.array[:] = 0
+        self.host = host
+
+
+@pytest.fixture
+def pinned(device: Device) -> Iterator[object]:
+    made: list[Pinned] = []
+
+    def make(shape: tuple[int, ...], dtype: type = np.float32) -> Pinned:
+        made.append(Pinned(device, shape, dtype))
+        return made[-1]
+
+    yield make
+    device.synchronize()
+    for memory in made:
+        device.release_host(memory.host)
+
+
+@pytest.mark.parametrize(("n_tokens", "n_blocks"), [(1, 1), (1, 3), (5, 2)])
+def test_post(device: Device, pinned: object, n_tokens: int, n_blocks: int) -> None:
+    rng = np.random.default_rng(0)
+    n_embd, words, copied = 132, 7, 4
+    x = rng.standard_normal((n_tokens, n_embd)).astype(np.float32)
+    mask = rng.integers(0, 2**32, (n_tokens, words), dtype=np.uint32)
+    x_out, mask_out = pinned((n_tokens, n_embd)), pinned((n_tokens, 6), np.uint32)
+    flags = pinned((n_blocks, FLAG_STRIDE), np.uint32)
+    base = device.put(np.array([40], np.uint32))
+    mask_at = device.put(mask) + 4 * (words - copied)
+    work = Post(base=base, order=2, n_tokens=n_tokens, n_embd=n_embd, n_blocks=n_blocks)
+    work.x, work.x_out, work.mask, work.mask_out = (
+        device.put(x),
+        x_out.address,
+        mask_at,
+        mask_out.address,
+    )
+    work.mask_words, work.mask_stride, work.mask_out_stride = copied, words, 6
+    work.flags = flags.address
+    device.post(ct.byref(work))
+    device.synchronize()
+    np.testing.assert_array_equal(x_out.array, x)
+    np.testing.assert_array_equal(mask_out.array[:, :copied], mask[:, words - copied :])
+    assert (mask_out.array[:, copied:] == 0).all()
+    assert (flags.array[:, 0] == 42).all()
+
+
+class Merging:
+    """A merge that waits for exchange 11."""
+
+    def __init__(self, device: Device, pinned: object, n: int, limit_ns: int = 10**10) -> None:
+        rng = np.random.default_rng(1)
+        self.device = device
+        self.mail, self.late = pinned((1,), np.uint64), pinned((1,), np.uint64)
+        self.answer, self.gate = pinned((n,)), pinned((1,), np.uint32)
+        self.given_up = device.put(np.zeros(1, np.uint32))
+        self.x = [rng.standard_normal(n).astype(np.float32) for _ in range(3)]
+        self.y = device.put(self.x[2])
+        self.answer.array[:] = rng.standard_normal(n)
+        shares = (Ptr * 2)(device.put(self.x[0]), device.put(self.x[1]))
+        self.work = Merge(
+            base=device.put(np.array([10], np.uint32)), order=1, share=shares, n=n, y=self.y
+        )
+        self.work.mail, self.work.late = self.mail.address, self.late.address
+        self.work.given_up, self.work.answer = self.given_up, self.answer.address
+        self.work.limit_ns = limit_ns
+
+    def run(self) -> np.ndarray:
+        self.device.merge(ct.byref(self.work))
+        return self.device.get(self.y, len(self.x[2]))
+
+
+def test_merge_waits_for_the_answer(device: Device, pinned: object) -> None:
+    merging = Merging(device, pinned, 1028)
+
+    def answer() -> None:
+        time.sleep(0.2)
+        merging.answer.array[:] = 1
+        merging.mail.array[0] = 11
+
+    cpu = threading.Thread(target=answer)
+    cpu.start()
+    got = merging.run()
+    cpu.join()
+    want = merging.x[2] + (merging.x[0] + merging.x[1] + np.float32(1))
+    np.testing.assert_array_equal(got, want)
+    assert merging.late.array[0] == 0
+
+
+def test_merge_without_an_answer_waits_for_nobody(device: Device, pinned: object) -> None:
+    merging = Merging(device, pinned, 64)
+    merging.work.answer = None
+    merging.work.share[1] = None
+    np.testing.assert_array_equal(merging.run(), merging.x[2] + merging.x[0])
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_merge_gives_up(device: Device, pinned: object, told: bool) -> None:
+    """When it is told that nothing will come, or after its limit; later ones wait no more."""
+    merging = Merging(device, pinned, 64, limit_ns=10**10 if told else 2 * 10**8)
+    merging.mail.array[0] = 2**32 if told else 3
+    begin = time.monotonic()
+    np.testing.assert_array_equal(merging.run(), merging.x[2])
+    assert (merging.late.array[0] == 11) == (not told)
+    assert device.get(merging.given_up, 1, np.uint32) == 1
+    merging.work.limit_ns = 10**10
+    merging.mail.array[0] = 3
+    np.testing.assert_array_equal(merging.run(), merging.x[2])
+    assert time.monotonic() - begin < 5
+
+
+def test_a_gate_holds_the_stream_back(device: Device, pinned: object) -> None:
+    merging = Merging(device, pinned, 64)
+    merging.mail.array[0] = 11
+    merging.work.gate = merging.gate.address
+    device.merge(ct.byref(merging.work))
+    busy = U32()
+    device.query(ct.byref(busy))
+    time.sleep(0.1)
+    device.query(ct.byref(busy))
+    assert busy.value == 1
+    merging.gate.array[0] = 1
+    got = device.get(merging.y, 64)
+    sums = merging.x[0] + merging.x[1] + merging.answer.array
+    np.testing.assert_array_equal(got, merging.x[2] + sums)
+    device.query(ct.byref(busy))
+    assert busy.value == 0
+
+
+@pytest.mark.parametrize("n", [31, 32, 160, 4100])
+def test_masks_and_lists(device: Device, n: int) -> None:
+    rng = np.random.default_rng(2)
+    logits = rng.standard_normal((3, n)).astype(np.float32)
+    logits[0, :5] = 0.25  # at the threshold: passes
+    n_words = -(-n // 32)
+    words = device.poisoned((3, n_words), np.uint32)
+    device.mask(device.put(logits), 3, n, 0.25, words)
+    got = device.get(words, (3, n_words), np.uint32)
+    bits_of = np.unpackbits(got.view(np.uint8), axis=1, bitorder="little")
+    np.testing.assert_array_equal(bits_of[:, :n] == 1, logits >= np.float32(0.25))
+    assert (bits_of[:, n:] == 0).all()
+    total = device.put(np.array([100], np.uint64))
+    for first, count in ((0, n), (n // 64 * 32, min(33, n - n // 64 * 32))):
+        index, length = device.poisoned(n, np.int32), device.poisoned(1, np.uint32)
+        out = List(index, None, length)
+        device.list_mask(words + 4 * (2 * n_words + first // 32), count, ct.byref(out), total)
+        want = np.flatnonzero(logits[2, first : first + count] >= 0.25)
+        assert device.get(length, 1, np.uint32)[0] == len(want)
+        np.testing.assert_array_equal(device.get(index, n, np.int32)[: len(want)], want)
+    assert device.get(total, 1, np.uint64)[0] >= 100 + (logits[2] >= 0.25).sum()

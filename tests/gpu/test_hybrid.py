@@ -1,0 +1,243 @@
+"""Layers split by neurons between a device and the CPU, against the float64 reference and the CPU alone.
+
+Small float32 files: neither side rounds weights or activations, so logits near 1 differ from float64 by the rounding of
+float32 sums alone (ROUNDING, as on the CPU: eps x sqrt(n) x depth), in steps of any size. Other types: steps of up
+to 16 tokens are sums of the same float32 products in another order on either side (FEW_TOKENS, as for a whole GPU);
+larger ones round the device's activations and weights to float16 (MANY_TOKENS).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu.hybrid import (
+    CPU_LAYER,
+    SMALL,
+    Range,
+    clear_text,
+    dense_file,
+    opened,
+    options,
+    small_file,
+)
+from gpu.models import Synth
+from gpu.test_model import FEW_TOKENS, MANY_TOKENS, NEXT, steps
+from parity.closeness import relative_l2
+from parity.reference import Reference
+from parity.steps import run_chunks
+from powerinfer_toolkit.errors import PiError, UsageError
+from powerinfer_toolkit.runtime.engine import Batch, FfnRule
+from powerinfer_toolkit.runtime.model import Model
+
+pytestmark = pytest.mark.usefixtures("device_library")
+
+ROUNDING = 2e-5
+N = SMALL.n_ff
+Ranges = tuple[Range, ...]
+# Of three layers of 160 neurons.
+SPLITS: dict[str, Ranges] = {
+    "nothing on the GPU": ((0, 0), (0, 0), (0, 0)),
+    "one word on the GPU": ((32, 32), (32, 32), (32, 32)),
+    "half": ((64, 64), (96, 96), (64, 64)),
+    "all but one word on the GPU": ((128, 128), (128, 128), (128, 128)),
+    "pulled": ((0, 32), (32, 128), (64, 96)),
+    "nothing on the CPU": ((0, N), (128, N), (32, N)),
+    "three kinds of layers": (CPU_LAYER, (64, 96), (N, N)),
+    "split between whole ones": ((N, N), (64, 64), (N, N)),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_file(tmp_path_factory.mktemp("hybrid") / "small.gguf")
+
+
+@pytest.fixture(scope="module")
+def dense_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dense_file(tmp_path_factory.mktemp("hybrid") / "dense.gguf")
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """A text and its logits with every neuron."""
+    return clear_text(path, np.zeros(32, dtype=bool))
+
+
+@pytest.fixture(scope="module")
+def masked(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A text, the rules of its tokens (about half are masked, not the sink), and its logits."""
+    mask = np.random.default_rng(5).random(16) < 0.5
+    mask[0] = False
+    tokens, logits = clear_text(path, mask)
+    return tokens, np.where(mask, FfnRule.PREDICT, FfnRule.EXACT), logits
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_exact(path: Path, plain: tuple[np.ndarray, np.ndarray], name: str) -> None:
+    """A prompt in one step, then tokens one by one, then a few at a time."""
+    tokens, want = plain
+    with opened(path, options("exact"), SPLITS[name]) as model:
+        parts = [run_chunks(model, tokens[:20], 20), run_chunks(model, tokens[20:22], 1)]
+        parts.append(run_chunks(model, tokens[22:], 5))
+        np.testing.assert_allclose(np.concatenate(parts), want, atol=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("nothing on the GPU", 16),
+        ("one word on the GPU", 4),
+        ("half", 1),
+        ("all but one word on the GPU", 16),
+        ("pulled", 1),
+        ("pulled", 16),
+        ("nothing on the CPU", 4),
+        ("three kinds of layers", 16),
+    ],
+)
+def test_predicted(
+    path: Path, masked: tuple[np.ndarray, np.ndarray, np.ndarray], name: str, size: int
+) -> None:
+    """Every token of a step keeps its own mask, on both sides."""
+    tokens, rules, want = masked
+    with opened(path, options("predicted"), SPLITS[name]) as model:
+        got = []
+        for begin in range(0, len(tokens), size):
+            part = slice(begin, begin + size)
+            model.engine.run(Batch(tokens[part], ffn_rules=rules[part], want_logits=True))
+            got.append(model.engine.logits())
+        np.testing.assert_allclose(np.concatenate(got), want, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_counts_and_records(
+    path: Path, masked: tuple[np.ndarray, np.ndarray, np.ndarray], size: int
+) -> None:
+    """As on the CPU; ranges that begin within a word of the record too."""
+    tokens, rules, _ = masked
+    seen = []
+    with (
+        Model.open(path, options("predicted")) as cpu,
+        opened(path, options("predicted"), SPLITS["pulled"]) as hybrid,
+    ):
+        for model in (cpu, hybrid):
+            model.engine.record_fired(True)
+            fired = []
+            for begin in range(0, len(tokens), size):
+                part = slice(begin, begin + size)
+                model.engine.run(Batch(tokens[part], ffn_rules=rules[part]))
+                fired.append(model.engine.fired())
+            stats = model.stats()
+            counts = (stats.neurons_total, stats.neurons_guessed, stats.neurons_active)
+            seen.append((np.concatenate(fired), counts))
+    assert (seen[0][0] == seen[1][0]).all()
+    assert seen[0][0].any()
+    assert seen[0][1] == seen[1][1]
+
+
+def test_exact_layers_of_the_file(tmp_path: Path) -> None:
+    keys = {"powerinfer.predictor.exact_layers": [False, True, False]}
+    path = small_file(tmp_path / "exact.gguf", **keys)
+    mask = np.arange(12) > 0
+    tokens, want = clear_text(path, mask)
+    with opened(path, options("predicted"), SPLITS["half"]) as model:
+        np.testing.assert_allclose(run_chunks(model, tokens, 4), want, atol=ROUNDING)
+
+
+def test_predicted_in_split_layers_only(tmp_path: Path) -> None:
+    """predict_split_only: whole layers, on either side, are as if the file wanted them exact."""
+    keys = {"powerinfer.predictor.exact_layers": [True, False, True]}
+    told = small_file(tmp_path / "told.gguf", **keys)
+    tokens, want = clear_text(told, np.arange(12) > 0)
+    path = small_file(tmp_path / "untold.gguf")
+    ranges = SPLITS["three kinds of layers"]
+    with opened(path, options("predicted"), ranges, predict_split_only=True) as model:
+        np.testing.assert_allclose(run_chunks(model, tokens, 4), want, atol=ROUNDING)
+
+
+def test_masks_of_a_whole_prompt(path: Path) -> None:
+    """predict_all masks steps of more tokens than the predictor takes at a time."""
+    tokens, want = clear_text(path, np.ones(20, dtype=bool))
+    asked = options("predicted", predict_all=True)
+    with opened(path, asked, SPLITS["pulled"]) as model:
+        np.testing.assert_allclose(run_chunks(model, tokens, 20), want, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_plain_layout(dense_path: Path, name: str) -> None:
+    """Gate and up by rows, ffn_down by columns."""
+    tokens = np.random.default_rng(3).integers(3, SMALL.n_vocab, 26)
+    want = Reference.load(dense_path).logits(tokens.tolist())
+    with opened(dense_path, options(), SPLITS[name]) as model:
+        parts = [run_chunks(model, tokens[:20], 20), run_chunks(model, tokens[20:22], 1)]
+        parts.append(run_chunks(model, tokens[22:], 4))
+        np.testing.assert_allclose(np.concatenate(parts), want, atol=ROUNDING)
+
+
+def test_sequences(path: Path, plain: tuple[np.ndarray, np.ndarray]) -> None:
+    """Copied, truncated, saved and loaded into a CPU's engine; several in a step."""
+    tokens, want = plain
+    asked = options("exact", sequences=3)
+    with opened(path, asked, SPLITS["pulled"]) as model, Model.open(path, asked) as cpu:
+        engine = model.engine
+        run_chunks(model, tokens[:20], 20)
+        engine.kv_copy(0, 1)
+        engine.kv_load(2, engine.kv_save(0))
+        engine.run(Batch(tokens[[20, 20, 20]], sequences=[0, 1, 2], want_logits=True))
+        np.testing.assert_allclose(engine.logits(), want[[20, 20, 20]], atol=ROUNDING)
+        engine.kv_truncate(1, 10)
+        np.testing.assert_allclose(
+            run_chunks(model, tokens[10:13], 1, sequence=1), want[10:13], atol=ROUNDING
+        )
+        cpu.engine.kv_load(0, engine.kv_save(0))
+        np.testing.assert_allclose(run_chunks(cpu, tokens[21:24], 1), want[21:24], atol=ROUNDING)
+
+
+@pytest.mark.parametrize("ffn", ["exact", "predicted"])
+@pytest.mark.parametrize("outtype", ["f16", "q8_0", "q4_0"])
+def test_types(synth: Synth, outtype: str, ffn: str) -> None:
+    path = synth(outtype)
+    asked = options(ffn, kv_type="f16")
+    with Model.open(path, asked) as cpu, opened(path, asked, ((64, 160), (256, 256))) as hybrid:
+        for token in NEXT:
+            for model in (cpu, hybrid):
+                model.engine.run(Batch([token], want_logits=True))
+            assert relative_l2(hybrid.engine.logits(), cpu.engine.logits()) < 10 * FEW_TOKENS
+        for got, want in zip(steps(hybrid), steps(cpu), strict=True):
+            assert relative_l2(got, want) < MANY_TOKENS
+        a, b = hybrid.stats(), cpu.stats()
+        assert a.neurons_total == b.neurons_total
+        # A pre-activation beside 0 may fall on either side.
+        assert a.neurons_active == pytest.approx(b.neurons_active, rel=2e-3)
+        assert a.neurons_guessed == pytest.approx(b.neurons_guessed, rel=2e-3)
+
+
+@pytest.mark.parametrize("outtype", ["f16", "q8_0"])
+def test_types_of_a_plain_layout(synth: Synth, outtype: str) -> None:
+    path = synth(outtype, dense_twin=True)
+    with (
+        Model.open(path, options()) as cpu,
+        opened(path, options(), ((64, 160), (256, 256))) as hybrid,
+    ):
+        for got, want in zip(steps(hybrid), steps(cpu), strict=True):
+            assert relative_l2(got, want) < MANY_TOKENS
+
+
+REFUSED = {
+    "a split within a word": (
+        ((33, 64), (0, 0), (0, 0)),
+        UsageError,
+        "neuron 33, not at a multiple of 32",
+    ),
+    "a CPU layer behind": (((64, 64), CPU_LAYER, (N, N)), PiError, "layer 1 is on the CPU behind"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_plans(path: Path, name: str) -> None:
+    ranges, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        opened(path, options("exact"), ranges)
