@@ -108,10 +108,19 @@ class Reads:
         self._shape, self._plan = shape, plan
         self._kv_bytes = kv_token_bytes(shape, plan) / shape.n_layers * positions
         self._rates = firing_rates(shape, shares.active)
-        guessed = shape.predicted_density if shares.guessed is None else shares.guessed
-        if guessed is None:
-            guessed = min(1.0, GUESS_RATIO * float(self._rates.mean()))
-        self._guesses = with_mean(self._rates, guessed)
+        self._guesses = with_mean(self._rates, self._guessed(shares))
+
+    def _guessed(self, shares: Shares) -> float:
+        """Return the share of neurons that predictors let through where they are used."""
+        if shares.guessed is None:
+            unknown = min(1.0, GUESS_RATIO * float(self._rates.mean()))
+            found = self._shape.predicted_density
+            return unknown if found is None else found
+        places = layer_places(self._plan.units, self._shape.n_layers)
+        n_exact = sum(self._mode(place) is not FfnMode.PREDICTED for place in places)
+        n_predicted = len(places) - n_exact
+        mean = (shares.guessed * len(places) - n_exact) / n_predicted if n_predicted else 1.0
+        return min(1.0, max(0.0, mean))
 
     def always(self, place: LayerPlace) -> float:
         """Return the bytes of attention, KV cache and predictor."""

@@ -276,6 +276,17 @@ def test_layers_that_never_predict_are_read_exactly(thirteen):
     assert first.place.n_hot > second.place.n_hot
 
 
+def test_measured_shares_are_those_of_all_layers(thirteen):
+    """Half of the layers compute every gate: of the others the guesses are fewer than the mean."""
+    shape = dataclasses.replace(thirteen, exact_layers=(True,) * 20 + (False,) * 20)
+    plan = plan_of(shape, 12, ffn="predicted")
+    cost = token_cost(shape, plan, PROFILE, shares=Shares(0.1, 0.55))
+    gate, up_down = 13824 * 5120 * 2, 2 * 13824 * 5120 * 2
+    read = [sum(layer.ffn_bytes for layer in half) for half in (cost.layers[:20], cost.layers[20:])]
+    assert read[0] == pytest.approx(20 * (gate + 0.1 * up_down), rel=2e-3)
+    assert read[1] == pytest.approx(20 * (0.1 * gate + 0.1 * up_down), rel=2e-3)
+
+
 def test_scaled_rates_have_the_mean_and_stay_rates():
     rates = np.linspace(1, 0.01, 128)[None].repeat(3, axis=0)
     for mean in (0.0, 0.02, 0.3, 0.7, 0.999, 1.0):
