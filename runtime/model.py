@@ -67,7 +67,7 @@ class Model:
         ram_budget_bytes: int | None = None,
         vram_budget_bytes: int | None = None,
         cpus: tuple[int, ...] | None = None,
-        split: bool = False,
+        split: bool = True,
         handover: str | None = None,
     ) -> Self:
         """Open a GGUF or PowerInfer-GGUF file, plan and allocate; PlanOptions explains the options.

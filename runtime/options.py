@@ -121,8 +121,9 @@ def _add_gpu_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
         "--vram-budget",
         metavar="GIB",
         help="ceiling of GPU memory in GiB, or with a unit (6000MiB), over weights, KV cache, scratch and CUDA "
-        "context; whole layers go there as far as it allows; -1: what is free, less 512 MiB; 0 (default): CPU only, a "
-        "GPU is not used unasked" + several_text,
+        "context; attention and the neurons that fire most go there as far as it allows, the others are computed by "
+        "the CPU at the same time; -1: what is free, less 512 MiB; 0 (default): CPU only, a GPU is not used unasked"
+        + several_text,
     )
     group.add_argument(
         "--disable-gpu-index",
@@ -243,5 +244,6 @@ def plan_options(
         ram_budget_bytes=_ram_budget(args),
         vram_budget_bytes=_vram_budget(vram_budget),
         cpus=args.cpus,
+        split=not args.disable_gpu_index,
         handover=args.handover,
     )

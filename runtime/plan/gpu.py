@@ -80,7 +80,7 @@ def place(
     device: Device,
     profile: MachineProfile = UNMEASURED,
     *,
-    may_split: bool = False,
+    may_split: bool = True,
 ) -> Plan:
     """Return the plan with the placement that decodes fastest within the budget; ALL_FREE: what is free."""
     budget = _budget(asked_bytes, device)

@@ -66,7 +66,7 @@ class PlanOptions:
     ram_budget_bytes: int | None = None
     vram_budget_bytes: int | None = None
     cpus: tuple[int, ...] | None = None
-    split: bool = False
+    split: bool = True
     handover: str | None = None
 
 
