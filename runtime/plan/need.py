@@ -22,7 +22,7 @@ from powerinfer_toolkit.runtime.plan.plan import (
     UnitKind,
     layer_places,
 )
-from powerinfer_toolkit.runtime.plan.shape import ModelShape, round_up
+from powerinfer_toolkit.runtime.plan.shape import ModelShape
 
 # Measured: pi-run with a vocabulary of 300 and of 49,152 tokens; packed tiles and the stack of a thread.
 PROGRAM_BYTES = 48 * 2**20
@@ -182,7 +182,7 @@ def _mapped_bytes(shape: ModelShape, plan: Plan, places: list[LayerPlace]) -> in
 
 def _layer_mapped_bytes(shape: ModelShape, plan: Plan, place: LayerPlace) -> int:
     size = shape.parts.layers[place.layer]
-    cold = round_up((size.gate + size.up_down) * (shape.n_ff - place.n_pull), shape.n_ff)
+    cold = size.mapped_neurons(shape.n_ff - place.n_pull, shape.n_ff)
     attention = size.attention if place.side is Side.CPU else 0
     predictor = size.predictor if place.side is Side.CPU and uses_predictor(plan, place) else 0
-    return attention + predictor + cold // shape.n_ff
+    return attention + predictor + cold

@@ -35,6 +35,14 @@ class LayerBytes:
     device_rows: tuple[int, ...]  # from a neuron to the next, of gate, up and down_t
     device_columns: Columns | None = None  # the plain ffn_down instead of down_t
 
+    def mapped_neurons(self, n: int, n_ff: int) -> int:
+        """Return what n of n_ff neurons keep of the file in memory: of a plain ffn_down all, whose rows go through all."""
+        if n == 0 or self.device_columns is None:
+            return round_up((self.gate + self.up_down) * n, n_ff) // n_ff
+        columns = self.device_columns
+        down = columns.n_rows * -(-n_ff // columns.block_elements) * columns.block_bytes
+        return down + round_up((self.gate + self.up_down - down) * n, n_ff) // n_ff
+
     @property
     def neuron_step(self) -> int:
         """Neurons by which a split moves: whole blocks of every matrix, and words of the masks."""

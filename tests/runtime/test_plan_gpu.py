@@ -243,6 +243,15 @@ def test_the_budget_of_ram_counts_what_is_not_on_the_gpu(thirteen):
     assert whole.weight_bytes == 0
 
 
+def test_columns_keep_all_rows_of_a_plain_down_in_memory(dense):
+    plan = plan_of(dense, 12)
+    cold = sum(dense.n_ff - p.n_pull for p in places(dense, plan))
+    n_split = sum(dense.n_ff - p.n_pull > 0 for p in places(dense, plan))
+    embedding = 32000 * 5120 * 2
+    rows, down = 5120 * 2 * 2, 5120 * 13824 * 2
+    assert memory_need(dense, plan).weight_bytes == embedding + cold * rows + n_split * down
+
+
 def test_below_the_least(thirteen):
     for split in (True, False):
         with pytest.raises(DoesNotFit, match="takes at least") as refusal:
