@@ -131,7 +131,8 @@ def _working_bytes(shape: ModelShape, plan: Plan, device: Device) -> int:
     lists = 2 * n * shape.n_ff + 4 * shape.n_ff + predicted + 2 * n + 4 * words
     pages = math.ceil(plan.n_context / PAGE_TOKENS)
     step = 8 * n + min(n, plan.n_sequences) * pages + 2 * n * math.ceil(n / 64)
-    attention = (n * shape.n_heads + 4 * device.n_processors) * (shape.head_dim + 2)
+    spans = math.ceil(4 * device.n_processors / shape.n_kv_heads)
+    attention = (n + spans) * shape.n_heads * (shape.head_dim + 2)
     sums = (2 * device.n_processors + shape.n_embd // 1024 + 1) * 1024
     longest = max(shape.n_ff, shape.n_embd, n_q) + 32
     halves = n * (2 * longest + 4)

@@ -95,6 +95,10 @@ class Kv(ct.Structure):
     )
 
 
+class Rope(ct.Structure):
+    _fields_ = (("n_heads", U32), ("n_rot", U32), ("cosine", Ptr), ("sine", Ptr))
+
+
 class Attention(ct.Structure):
     _fields_ = (
         ("kv", Kv),
@@ -182,7 +186,6 @@ class Api(ct.Structure):
         ("gather", _function(Ptr, Ptr, Ptr, U32, U32, Ptr)),
         ("rms_norm", _function(Ptr, Ptr, Ptr, U32, U32, F32, Ptr)),
         ("add", _function(Ptr, Ptr, U64, Ptr)),
-        ("rope", _function(Ptr, Ptr, U32, U32, U32, U32, Ptr, Ptr)),
         ("gated", _function(Ptr, U32, F32, Ptr, U64, Ptr, Ptr)),
         ("relu", _function(Ptr, Ptr, U64)),
         ("log_probabilities", _function(Ptr, Ptr, U32, U32, Ptr, Ptr)),
@@ -192,7 +195,10 @@ class Api(ct.Structure):
             _function(Ptr, Ptr, U32, ct.POINTER(List), F32, U32, ct.POINTER(List), Ptr),
         ),
         ("record", _function(Ptr, ct.POINTER(List), U32, Ptr, Ptr)),
-        ("store_kv", _function(Ptr, ct.POINTER(Kv), ct.POINTER(Step), Ptr, Ptr)),
+        (
+            "place_heads",
+            _function(Ptr, ct.POINTER(Kv), ct.POINTER(Step), ct.POINTER(Rope), Ptr, Ptr, Ptr),
+        ),
         ("attend", _function(Ptr, ct.POINTER(Attention))),
         ("mask", _function(Ptr, Ptr, U32, U32, F32, Ptr)),
         ("list_mask", _function(Ptr, Ptr, U32, ct.POINTER(List), Ptr)),

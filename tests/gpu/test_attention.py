@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from gpu.device import Attention, Device, Kv, Step
+from gpu.device import Attention, Device, Kv, Rope, Step
 
 PAGE = 32
 
@@ -73,8 +73,10 @@ class Pages:
         )
 
     def store(self, step: Step, k: np.ndarray, v: np.ndarray) -> None:
-        self.device.store_kv(
-            ct.byref(self.kv), ct.byref(step), self.device.put(k), self.device.put(v)
+        """As they are: no query head, and none of K turned."""
+        keys, values = self.device.put(k), self.device.put(v)
+        self.device.place_heads(
+            ct.byref(self.kv), ct.byref(step), ct.byref(Rope()), None, keys, values
         )
 
 
@@ -140,6 +142,10 @@ CASES = {
     "decode, float32": Case((70,), (1,), half=False),
     "decode, long": Case((1900, 33), (1, 1)),
     "decode, no groups": Case((255,), (1,), n_heads=4, n_kv_heads=4, head_dim=128),
+    "decode, groups of eight": Case((2100,), (1,), n_heads=8, n_kv_heads=1),
+    "decode, groups of twelve": Case((130,), (2,), n_heads=24, n_kv_heads=2, head_dim=128),
+    "decode, groups of five, float32": Case((600,), (1,), n_heads=5, n_kv_heads=1, half=False),
+    "decode, pairs": Case((290,), (1,), n_heads=4, n_kv_heads=2, head_dim=256),
     "odd heads": Case((40,), (3,), head_dim=26, n_heads=2),
     "large heads": Case((40,), (9,), head_dim=256, n_heads=2),
     "window": Case((300,), (2,), window=100),
@@ -192,3 +198,42 @@ def test_attention(device: Device, name: str) -> None:
     assert np.isfinite(got).all()
     assert (np.abs(got - want) <= bound[..., None]).all(), np.abs(got - want).max()
     assert (np.abs(device.get(lse, q.shape[:2]) - want_lse) <= score + 1e-5).all()
+
+
+@pytest.mark.parametrize(("head_dim", "n_rot"), [(64, 64), (80, 32), (26, 24)])
+@pytest.mark.parametrize("half", [False, True])
+def test_heads_are_turned_and_placed(device: Device, head_dim: int, n_rot: int, half: bool) -> None:
+    case = Case((30,), (5,), n_heads=3, n_kv_heads=2, head_dim=head_dim, half=half)
+    pages = Pages(device, case)
+    rng = np.random.default_rng(head_dim)
+    step = pages.step([30], [5])
+    q, k, v = (rng.standard_normal((5, n, head_dim)).astype(np.float32) for n in (3, 2, 2))
+    angle = rng.standard_normal((5, n_rot // 2)) * 10
+    cosine, sine = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    on_device = [device.put(x) for x in (q, k, v)]
+    rope = Rope(3, n_rot, device.put(cosine), device.put(sine))
+    device.place_heads(ct.byref(pages.kv), ct.byref(step), ct.byref(rope), *on_device)
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        out = x.astype(np.float64)
+        a, b = out[..., 0:n_rot:2].copy(), out[..., 1:n_rot:2].copy()
+        c, s = cosine[:, None].astype(np.float64), sine[:, None].astype(np.float64)
+        out[..., 0:n_rot:2], out[..., 1:n_rot:2] = a * c - b * s, a * s + b * c
+        return out
+
+    # Two products and a sum in float32; float16 rounds what is stored.
+    close = {"rtol": 0, "atol": 4e-7 * np.abs(q).max()}
+    np.testing.assert_allclose(device.get(on_device[0], q.shape), turned(q), **close)
+    dtype = np.float16 if half else np.float32
+    stored = device.get(pages.kv.base, (2, 2, 2, head_dim * PAGE), dtype)
+    table = device.get(pages.table, 2, np.uint32)
+    for token, slot in enumerate(range(30, 35)):
+        for head in range(2):
+            keys, values = stored[table[slot // PAGE], head]
+            got = keys.reshape(head_dim, PAGE)[:, slot % PAGE].astype(np.float64)
+            np.testing.assert_allclose(
+                got, turned(k)[token, head], rtol=2**-11 if half else 0, atol=close["atol"]
+            )
+            np.testing.assert_array_equal(
+                values.reshape(PAGE, head_dim)[slot % PAGE], v[token, head].astype(dtype)
+            )

@@ -37,23 +37,6 @@ def test_gather_and_add(device: Device) -> None:
     np.testing.assert_array_equal(device.get(out, (4, 100)), x[index] + y)
 
 
-@pytest.mark.parametrize(("head_dim", "n_rot"), [(64, 64), (80, 32)])
-def test_rope(device: Device, head_dim: int, n_rot: int) -> None:
-    n_tokens, n_heads = 5, 3
-    x = normal(n_tokens, n_heads, head_dim)
-    angle = normal(n_tokens, n_rot // 2, seed=1) * 10
-    data = device.put(x)
-    device.rope(
-        *(data, n_tokens, n_heads, head_dim, n_rot),
-        *(device.put(np.cos(angle)), device.put(np.sin(angle))),
-    )
-    want = x.astype(np.float64)
-    a, b = x[..., 0:n_rot:2].astype(np.float64), x[..., 1:n_rot:2].astype(np.float64)
-    c, s = np.cos(angle)[:, None].astype(np.float64), np.sin(angle)[:, None].astype(np.float64)
-    want[..., 0:n_rot:2], want[..., 1:n_rot:2] = a * c - b * s, a * s + b * c
-    np.testing.assert_allclose(device.get(data, x.shape), want, rtol=0, atol=4e-7 * np.abs(x).max())
-
-
 @pytest.mark.parametrize("activation", [SILU, RELU])
 def test_gated(device: Device, activation: int) -> None:
     n = 70_000

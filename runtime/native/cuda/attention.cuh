@@ -1,7 +1,7 @@
 // attention.cuh: what the attention kernels share.
 #pragma once
 
-#include "device.cuh"
+#include "types.cuh"
 
 namespace pi_cuda {
 

@@ -183,6 +183,17 @@ void *scratch(pi_gpu &gpu, Scratch &which, uint64_t n_bytes) {
     return which.data;
 }
 
+uint32_t *counters(pi_gpu &gpu, uint32_t n) {
+    if (n > max_counters)
+        throw Failure{PI_FAILURE, "an operation needs more counters than there are"};
+    if (gpu.done.data == nullptr) {
+        constexpr uint64_t n_bytes = max_counters * sizeof(uint32_t);
+        scratch(gpu, gpu.done, n_bytes);
+        check(cudaMemsetAsync(gpu.done.data, 0, n_bytes, gpu.stream), "clearing device memory");
+    }
+    return static_cast<uint32_t *>(gpu.done.data);
+}
+
 const char *error_text() {
     return last_error.c_str();
 }
@@ -236,6 +247,7 @@ int32_t reserve(pi_gpu *gpu, uint64_t partials_bytes, uint64_t halves_bytes, uin
         scratch(device, device.partials, partials_bytes);
         scratch(device, device.halves, halves_bytes);
         scratch(device, device.tile, tile_bytes);
+        counters(device, 0);
     });
 }
 

@@ -63,6 +63,7 @@ struct pi_gpu {
     pi_cuda::Scratch partials; // of split attention, or of split accumulation
     pi_cuda::Scratch halves;   // activations of a matrix product as float16, with their scales
     pi_cuda::Scratch tile;     // rows of a matrix as float16, or as the file has them
+    pi_cuda::Scratch done;     // blocks that are done, zero between operations
 
     bool capturing = false;
     uint64_t n_launches = 0;
@@ -103,6 +104,10 @@ inline unsigned ceil_div(uint64_t a, uint64_t b) {
     return static_cast<unsigned>((a + b - 1) / b);
 }
 
+constexpr uint32_t max_counters = 16384;
+// Zeros, for is_last_block.
+uint32_t *counters(pi_gpu &gpu, uint32_t n);
+
 constexpr int warp_size = 32;
 
 #if defined(__CUDACC__) || defined(PI_GPU_EMULATED)
@@ -113,6 +118,22 @@ void launch(const char *what, pi_gpu &gpu, void (*kernel)(Params...), dim3 grid,
     start_kernel(kernel, grid, block, shared_bytes, gpu.stream, args...);
     check(cudaGetLastError(), what);
     ++gpu.n_launches;
+}
+
+// Whether n - 1 blocks have come here before with this counter, whose writes this one then sees. For all
+// threads of a block; the counter is zero again after the last.
+__device__ inline bool is_last_block(uint32_t *n_done, uint32_t n) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(n_done, 1u) == n - 1;
+        if (last)
+            *n_done = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return last;
 }
 
 __device__ inline float warp_sum(float x) {

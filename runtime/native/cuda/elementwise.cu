@@ -39,20 +39,6 @@ __global__ void relu_kernel(float *x, uint64_t n) {
         x[i] = fmaxf(x[i], 0.0f);
 }
 
-// A block a token; a thread turns the pairs of one head after the other.
-__global__ void rope_kernel(float *x, uint32_t n_heads, uint32_t head_dim, uint32_t n_rot,
-                            const float *cosine, const float *sine) {
-    const uint32_t pairs = n_rot / 2, token = blockIdx.x;
-    for (uint32_t at = threadIdx.x; at < n_heads * pairs; at += blockDim.x) {
-        const uint32_t head = at / pairs, i = at % pairs;
-        float *pair = x + (uint64_t{token} * n_heads + head) * head_dim + 2 * i;
-        const float c = cosine[uint64_t{token} * pairs + i], s = sine[uint64_t{token} * pairs + i];
-        const float a = pair[0], b = pair[1];
-        pair[0] = a * c - b * s;
-        pair[1] = a * s + b * c;
-    }
-}
-
 // With e = exp(-|g|) <= 1 nothing overflows on either side of zero.
 __device__ __forceinline__ float silu(float g) {
     const float e = expf(-fabsf(g));
@@ -146,14 +132,6 @@ int32_t add(pi_gpu *gpu, const float *x, uint64_t n, float *y) {
 int32_t relu(pi_gpu *gpu, float *x, uint64_t n) {
     return operate(
         gpu, [&](pi_gpu &device) { launch("ReLU", device, relu_kernel, grid_of(n), threads, 0, x, n); });
-}
-
-int32_t rope(pi_gpu *gpu, float *x, uint32_t n_tokens, uint32_t n_heads, uint32_t head_dim, uint32_t n_rot,
-             const float *cosine, const float *sine) {
-    return operate(gpu, [&](pi_gpu &device) {
-        launch("turning heads", device, rope_kernel, n_tokens, threads, 0, x, n_heads, head_dim, n_rot,
-               cosine, sine);
-    });
 }
 
 int32_t gated(pi_gpu *gpu, uint32_t activation, float threshold, const float *up, uint64_t n, float *gate,

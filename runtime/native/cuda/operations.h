@@ -38,8 +38,6 @@ int32_t gather(pi_gpu *, const float *x, const uint32_t *rows, uint32_t n_rows, 
 int32_t rms_norm(pi_gpu *, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
                  float *out);
 int32_t add(pi_gpu *, const float *x, uint64_t n, float *y);
-int32_t rope(pi_gpu *, float *x, uint32_t n_tokens, uint32_t n_heads, uint32_t head_dim, uint32_t n_rot,
-             const float *cosine, const float *sine);
 int32_t gated(pi_gpu *, uint32_t activation, float threshold, const float *up, uint64_t n, float *gate,
               uint64_t *n_active);
 int32_t relu(pi_gpu *, float *x, uint64_t n);
@@ -49,7 +47,8 @@ int32_t argmax(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab,
 int32_t compact(pi_gpu *, const float *x, uint32_t n, const pi_gpu_list *from, float threshold,
                 uint32_t inclusive, const pi_gpu_list *list, uint64_t *total);
 int32_t record(pi_gpu *, const pi_gpu_list *list, uint32_t n, const float *coef, uint64_t *words);
-int32_t store_kv(pi_gpu *, const pi_gpu_kv *, const pi_gpu_step *, const float *k, const float *v);
+int32_t place_heads(pi_gpu *, const pi_gpu_kv *, const pi_gpu_step *, const pi_gpu_rope *, float *q,
+                    const float *k, const float *v);
 int32_t attend(pi_gpu *, const pi_gpu_attention *);
 int32_t mask(pi_gpu *, const float *logits, uint32_t n_tokens, uint32_t n, float threshold, uint32_t *words);
 int32_t list_mask(pi_gpu *, const uint32_t *words, uint32_t n, const pi_gpu_list *list, uint64_t *total);

@@ -84,6 +84,14 @@ typedef struct pi_gpu_kv {
     uint32_t head_dim;
 } pi_gpu_kv;
 
+/* Pairs (2 i, 2 i + 1) of a head's first n_rot dimensions are turned. */
+typedef struct pi_gpu_rope {
+    uint32_t n_heads;
+    uint32_t n_rot;
+    const float *cosine; /* [n_tokens, n_rot / 2] */
+    const float *sine;   /* [n_tokens, n_rot / 2] */
+} pi_gpu_rope;
+
 typedef struct pi_gpu_attention {
     pi_gpu_kv kv;
     pi_gpu_step step;
@@ -203,8 +211,6 @@ typedef struct pi_gpu_api {
     int32_t (*rms_norm)(pi_gpu *, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
                         float *out);
     int32_t (*add)(pi_gpu *, const float *x, uint64_t n, float *y);
-    int32_t (*rope)(pi_gpu *, float *x, uint32_t n_tokens, uint32_t n_heads, uint32_t head_dim,
-                    uint32_t n_rot, const float *cosine, const float *sine);
     /* gate = act(gate) * up; relu: adds to *n_active the gates above the threshold */
     int32_t (*gated)(pi_gpu *, uint32_t activation, float threshold, const float *up, uint64_t n, float *gate,
                      uint64_t *n_active);
@@ -224,7 +230,10 @@ typedef struct pi_gpu_api {
     int32_t (*record)(pi_gpu *, const pi_gpu_list *list, uint32_t n, const float *coef, uint64_t *words);
 
     /* ---- attention ---- */
-    int32_t (*store_kv)(pi_gpu *, const pi_gpu_kv *, const pi_gpu_step *, const float *k, const float *v);
+    /* Turns q [n_tokens, n_heads, head_dim] by the angles; k [n_tokens, n_kv_heads, head_dim], turned, and v
+     * go to the tokens' slots. */
+    int32_t (*place_heads)(pi_gpu *, const pi_gpu_kv *, const pi_gpu_step *, const pi_gpu_rope *, float *q,
+                           const float *k, const float *v);
     int32_t (*attend)(pi_gpu *, const pi_gpu_attention *);
 
     /* ---- predicted neurons ---- */

@@ -198,11 +198,10 @@ void Forward::attention(Side &side, const Step &step, uint32_t layer) const {
                               whole(weights.k, weights.k_bias, side.buffers.k),
                               whole(weights.v, weights.v_bias, side.buffers.v)};
     side.ops.matmul(side.stream, {inputs, 3}, side.buffers.normed, step.positions.data(), n);
-    side.ops.rope(side.stream, side.buffers.q, n, config.n_heads, config);
-    side.ops.rope(side.stream, side.buffers.k, n, config.n_kv_heads, config);
-    side.ops.store_kv(side.stream, cache, step, layer, side.buffers.k, side.buffers.v);
-    side.ops.attend(side.stream,
-                    {&config, &cache, &step, layer, side.buffers.q, side.buffers.attended, nullptr});
+    const AttentionArgs args = {&config, &cache, &step, layer, side.buffers.q, side.buffers.attended,
+                                nullptr};
+    side.ops.place_heads(side.stream, args, side.buffers.q, side.buffers.k, side.buffers.v);
+    side.ops.attend(side.stream, args);
     const Product output = whole(weights.attn_output, weights.attn_output_bias, side.buffers.block);
     side.ops.matmul(side.stream, {&output, 1}, side.buffers.attended, step.positions.data(), n);
     side.ops.add(side.stream, side.buffers.block, uint64_t{n} * config.n_embd, side.buffers.residual);

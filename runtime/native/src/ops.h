@@ -76,7 +76,7 @@ struct AttentionArgs {
     const KvCache *cache;
     const Step *step;
     uint32_t layer;
-    const float *q; // [n_tokens, n_embd_q], after rope
+    const float *q; // [n_tokens, n_embd_q], placed
     float *out;     // [n_tokens, n_embd_q]
     float *lse;     // [n_tokens, n_heads] log-sum-exp of the scores, to merge homes; or null
 };
@@ -112,10 +112,9 @@ struct Ops {
                    uint32_t n_tokens);
     // y += x
     void (*add)(Stream &, const float *x, uint64_t n, float *y);
-    // x [n_tokens, n_heads, head_dim] turned by the step's angles
-    void (*rope)(Stream &, float *x, uint32_t n_tokens, uint32_t n_heads, const ModelConfig &);
-    // k, v [n_tokens, n_kv_heads, head_dim] into the tokens' slots
-    void (*store_kv)(Stream &, const KvCache &, const Step &, uint32_t layer, const float *k, const float *v);
+    // q [n_tokens, n_heads, head_dim] turned by the step's angles; k [n_tokens, n_kv_heads, head_dim],
+    // turned, and v into the tokens' slots; k is not kept
+    void (*place_heads)(Stream &, const AttentionArgs &, float *q, float *k, const float *v);
     void (*attend)(Stream &, const AttentionArgs &);
     void (*ffn)(Stream &, const FfnArgs &);
     // host [n_rows] = natural log of softmax(logits)[target], NaN where the target is negative

@@ -106,6 +106,13 @@ void store_kv(CpuStream &stream, const KvCache &cache, const Step &step, uint32_
     });
 }
 
+void place_heads(CpuStream &stream, const AttentionArgs &args, float *q, float *k, const float *v) {
+    const ModelConfig &config = *args.config;
+    rope(stream, q, args.step->n_tokens(), config.n_heads, config);
+    rope(stream, k, args.step->n_tokens(), config.n_kv_heads, config);
+    store_kv(stream, *args.cache, *args.step, args.layer, k, v);
+}
+
 void log_probabilities(CpuStream &stream, const float *logits, uint32_t n_rows, uint32_t n_vocab,
                        const int32_t *targets, float *host) {
     stream.pool.run(n_rows, [&](int64_t i, uint32_t) {
@@ -142,8 +149,7 @@ constexpr Ops cpu_ops = {
     .rms_norm = Entry<rms_norm>::call,
     .matmul = Entry<cpu_matmul>::call,
     .add = Entry<add>::call,
-    .rope = Entry<rope>::call,
-    .store_kv = Entry<store_kv>::call,
+    .place_heads = Entry<place_heads>::call,
     .attend = Entry<cpu_attend>::call,
     .ffn = Entry<cpu_ffn>::call,
     .log_probabilities = Entry<log_probabilities>::call,

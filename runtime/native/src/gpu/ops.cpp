@@ -79,21 +79,17 @@ void add(GpuStream &stream, const float *x, uint64_t n, float *y) {
     stream.device.call(&pi_gpu_api::add, x, n, y);
 }
 
-void rope(GpuStream &stream, float *x, uint32_t n_tokens, uint32_t n_heads, const ModelConfig &config) {
-    stream.device.call(&pi_gpu_api::rope, x, n_tokens, n_heads, config.head_dim, config.n_rot, stream.cosine,
-                       stream.sine);
-}
-
 pi_gpu_kv kv_of(const GpuStream &stream, const KvCache &cache, uint32_t layer) {
     const KvShape &shape = cache.shape();
     return {stream.pages->layer(layer), shape.layer_page_bytes(), shape.element_bytes == 2 ? 1u : 0u,
             shape.n_kv_heads, shape.head_dim};
 }
 
-void store_kv(GpuStream &stream, const KvCache &cache, const Step &, uint32_t layer, const float *k,
-              const float *v) {
-    const pi_gpu_kv kv = kv_of(stream, cache, layer);
-    stream.device.call(&pi_gpu_api::store_kv, &kv, &stream.step, k, v);
+void place_heads(GpuStream &stream, const AttentionArgs &args, float *q, float *k, const float *v) {
+    const pi_gpu_kv kv = kv_of(stream, *args.cache, args.layer);
+    const pi_gpu_rope rope = {args.config->n_heads, args.config->n_rot, stream.cosine, stream.sine};
+    stream.device.call(&pi_gpu_api::place_heads, &kv, &stream.step, &rope, q, static_cast<const float *>(k),
+                       v);
 }
 
 void attend(GpuStream &stream, const AttentionArgs &args) {
@@ -212,8 +208,7 @@ constexpr Ops gpu_ops = {
     .rms_norm = Entry<rms_norm>::call,
     .matmul = Entry<matmul>::call,
     .add = Entry<add>::call,
-    .rope = Entry<rope>::call,
-    .store_kv = Entry<store_kv>::call,
+    .place_heads = Entry<place_heads>::call,
     .attend = Entry<attend>::call,
     .ffn = Entry<gpu_ffn>::call,
     .log_probabilities = Entry<log_probabilities>::call,

@@ -13,7 +13,8 @@ constexpr uint64_t tile_bytes = 32u << 20;  // what the device library dequantis
 // The scratch that steps of up to n tokens need; runtime/plan/gpu.py counts the same.
 void reserve_scratch(const GpuDevice &device, const ModelConfig &config, uint64_t n) {
     const auto processors = static_cast<uint64_t>(device.info().n_processors);
-    const uint64_t attention = (n * config.n_heads + 4 * processors) * (config.head_dim + 2);
+    const uint64_t spans = (4 * processors + config.n_kv_heads - 1) / config.n_kv_heads;
+    const uint64_t attention = (n + spans) * config.n_heads * (config.head_dim + 2);
     const uint64_t sums = (2 * processors + config.n_embd / 1024 + 1) * 1024;
     const uint64_t longest = std::max({config.n_ff, config.n_embd, config.n_embd_q()}) + uint64_t{32};
     device.call(&pi_gpu_api::reserve, std::max(attention, sums) * sizeof(float),

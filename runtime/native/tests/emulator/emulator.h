@@ -77,6 +77,7 @@ inline int lane() {
 using std::max;
 using std::min;
 
+inline void __threadfence() {}
 inline void __syncthreads() {
     emulator::barrier();
 }
