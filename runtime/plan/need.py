@@ -128,7 +128,7 @@ def _working_bytes(shape: ModelShape, plan: Plan, device: Device) -> int:
     floats = n * row + min(n, LOGIT_ROWS) * shape.n_vocab + pulled
     predicted = min(n, PREDICTED_TOGETHER) * (shape.n_ff + rank)
     words = n * math.ceil(shape.n_ff / 64)
-    lists = 2 * n * shape.n_ff + 4 * shape.n_ff + predicted + 2 * n + 4 * words
+    lists = 2 * n * shape.n_ff + predicted + 2 * n + 4 * words
     pages = math.ceil(plan.n_context / PAGE_TOKENS)
     step = 8 * n + min(n, plan.n_sequences) * pages + 2 * n * math.ceil(n / 64)
     spans = math.ceil(4 * device.n_processors / shape.n_kv_heads)

@@ -63,11 +63,26 @@ class Rows(ct.Structure):
 
 
 class Product(ct.Structure):
-    _fields_ = (("rows", Rows), ("bias", Ptr), ("out", Ptr))
+    _fields_ = (("rows", Rows), ("bias", Ptr), ("out", Ptr), ("add", U32), ("relu", U32))
 
 
-class List(ct.Structure):
-    _fields_ = (("index", Ptr), ("value", Ptr), ("length", Ptr))
+class Norm(ct.Structure):
+    _fields_ = (("gain", Ptr), ("eps", F32), ("out", Ptr))
+
+
+class Neurons(ct.Structure):
+    _fields_ = (
+        ("gate", Rows),
+        ("up", Rows),
+        ("x", Ptr),
+        ("norm", ct.POINTER(Norm)),
+        ("mask", Ptr),
+        ("activation", U32),
+        ("threshold", F32),
+        ("n_masked", Ptr),
+        ("n_active", Ptr),
+        ("out", Ptr),
+    )
 
 
 class Step(ct.Structure):
@@ -179,29 +194,22 @@ class Api(ct.Structure):
         ("row_stride", ct.CFUNCTYPE(U64, U32, U32)),
         ("upload_rows", _function(Ptr, Ptr, U64, ct.POINTER(Rows))),
         ("fetch_rows", _function(Ptr, ct.POINTER(Rows), Ptr, U32, Ptr)),
-        ("multiply", _function(Ptr, ct.POINTER(Product), U32, Ptr, U32)),
-        ("multiply_transposed", _function(Ptr, ct.POINTER(Rows), Ptr, U32, Ptr)),
-        ("multiply_listed", _function(Ptr, ct.POINTER(Rows), ct.POINTER(List), Ptr, Ptr)),
-        ("accumulate_listed", _function(Ptr, ct.POINTER(Rows), ct.POINTER(List), Ptr, Ptr)),
+        ("multiply", _function(Ptr, ct.POINTER(Product), U32, Ptr, U32, ct.POINTER(Norm))),
+        ("neurons", _function(Ptr, ct.POINTER(Neurons))),
+        ("multiply_transposed", _function(Ptr, ct.POINTER(Rows), Ptr, U32, U32, Ptr)),
         ("gather", _function(Ptr, Ptr, Ptr, U32, U32, Ptr)),
         ("rms_norm", _function(Ptr, Ptr, Ptr, U32, U32, F32, Ptr)),
         ("add", _function(Ptr, Ptr, U64, Ptr)),
         ("gated", _function(Ptr, U32, F32, Ptr, U64, Ptr, Ptr)),
-        ("relu", _function(Ptr, Ptr, U64)),
         ("log_probabilities", _function(Ptr, Ptr, U32, U32, Ptr, Ptr)),
         ("argmax", _function(Ptr, Ptr, U32, U32, Ptr)),
-        (
-            "compact",
-            _function(Ptr, Ptr, U32, ct.POINTER(List), F32, U32, ct.POINTER(List), Ptr),
-        ),
-        ("record", _function(Ptr, ct.POINTER(List), U32, Ptr, Ptr)),
+        ("record", _function(Ptr, Ptr, U32, Ptr)),
         (
             "place_heads",
             _function(Ptr, ct.POINTER(Kv), ct.POINTER(Step), ct.POINTER(Rope), Ptr, Ptr, Ptr),
         ),
         ("attend", _function(Ptr, ct.POINTER(Attention))),
         ("mask", _function(Ptr, Ptr, U32, U32, F32, Ptr)),
-        ("list_mask", _function(Ptr, Ptr, U32, ct.POINTER(List), Ptr)),
         ("allocate_host", _function(Ptr, U64, ct.POINTER(Ptr), ct.POINTER(Ptr))),
         ("release_host", _function(Ptr, Ptr)),
         ("query", _function(Ptr, ct.POINTER(U32))),

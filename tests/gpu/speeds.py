@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gpu.blocks import random_rows
-from gpu.device import Attention, Device, Kv, List, Product, Rows, Step, opened
+from gpu.device import Attention, Device, Kv, Neurons, Product, Rows, Step, opened
 
 N_EMBD, N_FF = 4096, 11_008  # of a 7B Llama
 CACHE_BYTES = 256 << 20
@@ -48,8 +48,8 @@ def products(device: Device, kind: str) -> None:
         out = device.empty(n_tokens * N_FF * 4)
 
         def work(i: int, n_tokens: int = n_tokens, x: int = x, out: int = out) -> None:
-            product = Product(rows[i % len(rows)], None, out)
-            device.multiply(ct.byref(product), 1, x, n_tokens)
+            product = Product(rows[i % len(rows)], None, out, 0, 0)
+            device.multiply(ct.byref(product), 1, x, n_tokens, None)
 
         us = best_us(device, work, 30 if n_tokens > 16 else 100)
         flops = 2 * n_tokens * N_FF * N_EMBD / us / 1e6
@@ -58,26 +58,28 @@ def products(device: Device, kind: str) -> None:
         )
 
 
-def sums(device: Device, kind: str) -> None:
+def neurons(device: Device, kind: str) -> None:
+    """A token's gates and ups with a mask, then the sum of the rows of those that fire."""
     rows, n_bytes = matrices(device, kind, N_FF, N_EMBD)
+    x, out = device.put(np.ones(N_EMBD, np.float32)), device.empty(4 * N_FF)
     for share in (1.0, 0.1):
-        n = int(N_FF * share)
-        index = np.sort(np.random.default_rng(0).permutation(N_FF)[:n]).astype(np.int32)
-        found = List(device.put(index), None, device.put(np.array([n], np.uint32)))
-        coef = device.put(np.ones(N_FF, np.float32))
-        x, out = device.put(np.ones(N_EMBD, np.float32)), device.empty(4 * N_FF)
-        for name in ("accumulate_listed", "multiply_listed"):
-            last = (coef if name == "accumulate_listed" else x, out)
-            us = best_us(
-                device,
-                lambda i, name=name, last=last: getattr(device, name)(
-                    ct.byref(rows[i % len(rows)]),
-                    ct.byref(found),  # noqa: B023
-                    *last,
-                ),
+        chosen = np.random.default_rng(0).random(N_FF) < share
+        mask = device.put(np.packbits(chosen, bitorder="little").view(np.uint32))
+        h = device.put(chosen.astype(np.float32))
+
+        def both(i: int, mask: int = mask) -> None:
+            work = Neurons(
+                rows[i % len(rows)], rows[(i + 1) % len(rows)], x, None, mask, 0, 0, None, None, out
             )
+            device.neurons(ct.byref(work))
+
+        def sums(i: int, h: int = h) -> None:
+            device.multiply_transposed(ct.byref(rows[i % len(rows)]), h, 1, 0, out)
+
+        for name, work, n in (("gates and ups", both, 2), ("sums of rows", sums, 1)):
+            us = best_us(device, work)
             print(
-                f"{kind:7} {name} of {share:4.0%} {us:9.1f} us {n_bytes * share / us / 1e3:7.0f} GB/s"
+                f"{kind:7} {name:13} of {share:4.0%} {us:9.1f} us {n * n_bytes * share / us / 1e3:7.0f} GB/s"
             )
 
 
@@ -107,11 +109,9 @@ def attention(device: Device, n_tokens: int, length: int, n_kv_heads: int) -> No
 
 def small(device: Device) -> None:
     x, out = device.put(np.ones(N_FF, np.float32)), device.empty(4 * N_FF)
-    found = List(device.empty(4 * N_FF), device.empty(4 * N_FF), device.empty(4))
     operations = {
         "rms_norm": lambda _: device.rms_norm(x, x, 1, N_EMBD, 1e-5, out),
         "add": lambda _: device.add(x, N_EMBD, out),
-        "compact": lambda _: device.compact(x, N_FF, None, 0.5, 0, ct.byref(found), None),
     }
     for name, work in operations.items():
         print(f"{name:10} {best_us(device, work, 300):7.1f} us")
@@ -126,7 +126,7 @@ def main() -> None:
         cases += [
             lambda k=kind: products(device, k) for kind in ("F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
         ]
-        cases += [lambda k=kind: sums(device, k) for kind in ("F16", "Q4_0")]
+        cases += [lambda k=kind: neurons(device, k) for kind in ("F16", "Q4_0")]
         for shape in (
             (1, 128, 32),
             (1, 512, 32),

@@ -7,7 +7,7 @@ import ctypes as ct
 import numpy as np
 import pytest
 
-from gpu.device import Device, DeviceError, List, opened
+from gpu.device import Device, DeviceError, opened
 
 DOES_NOT_FIT = 3
 SILU, RELU = 0, 1
@@ -50,13 +50,6 @@ def test_gated(device: Device, activation: int) -> None:
     assert device.get(counter, 1, np.uint64)[0] == 5 + fired
 
 
-def test_relu(device: Device) -> None:
-    x = normal(1000)
-    data = device.put(x)
-    device.relu(data, 1000)
-    np.testing.assert_array_equal(device.get(data, 1000), np.maximum(x, 0))
-
-
 @pytest.mark.parametrize("n_vocab", [33, 49_152])
 def test_log_probabilities_and_argmax(device: Device, n_vocab: int) -> None:
     logits = normal(4, n_vocab) * 8
@@ -75,41 +68,14 @@ def test_log_probabilities_and_argmax(device: Device, n_vocab: int) -> None:
     np.testing.assert_array_equal(device.get(best, 4, np.int32), logits.argmax(-1))
 
 
-def new_list(device: Device, n: int) -> List:
-    return List(device.poisoned(n, np.int32), device.poisoned(n), device.poisoned(1, np.uint32))
-
-
 @pytest.mark.parametrize("n", [1, 31, 1024, 11_008])
-@pytest.mark.parametrize("threshold", [-np.inf, 0.7, np.inf])
-def test_lists_of_neurons(device: Device, n: int, threshold: float) -> None:
-    x = normal(n, seed=n)
-    x[n // 2] = 0.7
-    found, total = new_list(device, n), device.put(np.array([2], np.uint64))
-    device.compact(device.put(x), n, None, threshold, 1, ct.byref(found), total)
-    (want,) = np.nonzero(x >= np.float32(threshold))
-    length = int(device.get(found.length, 1, np.uint32)[0])
-    assert length == len(want)
-    assert device.get(total, 1, np.uint64)[0] == 2 + length
-    np.testing.assert_array_equal(device.get(found.index, n, np.int32)[:length], want)
-    np.testing.assert_array_equal(device.get(found.value, n)[:length], x[want])
-
-    # Of that list, those whose second value is above 0; then the record of the ones with a coefficient.
-    second = normal(n, seed=n + 1)
-    fewer = new_list(device, n)
-    device.compact(device.put(second), n, ct.byref(found), 0.0, 0, ct.byref(fewer), None)
-    kept = want[second[: len(want)] > 0]
-    assert device.get(fewer.length, 1, np.uint32)[0] == len(kept)
-    np.testing.assert_array_equal(device.get(fewer.index, n, np.int32)[: len(kept)], kept)
-    coef = normal(n, seed=n + 2)
-    coef[::3] = 0
+def test_the_record_of_neurons(device: Device, n: int) -> None:
+    activations = normal(n, seed=n)
+    activations[::3] = 0
     words = device.put(np.zeros((n + 63) // 64, np.uint64))
-    device.record(ct.byref(fewer), n, device.put(coef), words)
-    bits = np.zeros((n + 63) // 64 * 64, bool)
-    bits[kept[coef[: len(kept)] != 0]] = True
-    got = np.unpackbits(
-        device.get(words, (n + 63) // 64, np.uint64).view(np.uint8), bitorder="little"
-    )
-    np.testing.assert_array_equal(got.astype(bool), bits)
+    device.record(device.put(activations), n, words)
+    got = device.get(words, (n + 63) // 64, np.uint64).view(np.uint8)
+    np.testing.assert_array_equal(np.unpackbits(got, bitorder="little")[:n], activations != 0)
 
 
 def test_copies_of_any_size_arrive_whole(device: Device) -> None:

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 from gpu.blocks import random_rows, values_of
-from gpu.device import KERNEL_TYPES, TYPES, Device, DeviceError, List, Product, Rows
+from gpu.device import (
+    KERNEL_TYPES,
+    TYPES,
+    Device,
+    DeviceError,
+    Neurons,
+    Norm,
+    Product,
+    Rows,
+)
 
 UNIT = 2.0**-24
 HALF_UNIT = 2.0**-11
@@ -41,13 +50,17 @@ def some_x(n_tokens: int, n: int, seed: int = 1) -> np.ndarray:
 
 
 def multiply(
-    device: Device, rows: list[Rows], x: np.ndarray, bias: list[int | None]
+    device: Device,
+    rows: list[Rows],
+    x: np.ndarray,
+    bias: list[int | None],
+    norm: object = None,
 ) -> list[np.ndarray]:
     outs = [device.poisoned((len(x), r.n_rows)) for r in rows]
     products = (Product * len(rows))(
-        *(Product(r, b, o) for r, b, o in zip(rows, bias, outs, strict=True))
+        *(Product(r, b, o, 0, 0) for r, b, o in zip(rows, bias, outs, strict=True))
     )
-    device.multiply(products, len(rows), device.put(x), len(x))
+    device.multiply(products, len(rows), device.put(x), len(x), norm)
     return [device.get(o, (len(x), r.n_rows)) for r, o in zip(rows, outs, strict=True)]
 
 
@@ -125,7 +138,7 @@ def test_transposed_products(device: Device, kind: str, n_tokens: int) -> None:
     h = some_x(n_tokens, n_rows)
     h[np.abs(h) < 0.5] = 0
     rows, out = device.rows(kind, data, n_cols), device.poisoned((n_tokens, n_cols))
-    device.multiply_transposed(ct.byref(rows), device.put(h), n_tokens, out)
+    device.multiply_transposed(ct.byref(rows), device.put(h), n_tokens, 0, out)
     close(
         device.get(out, (n_tokens, n_cols)),
         values_of(kind, data, n_cols).T,
@@ -134,46 +147,19 @@ def test_transposed_products(device: Device, kind: str, n_tokens: int) -> None:
     )
 
 
-def listed(
-    device: Device, index: np.ndarray, capacity: int, value: np.ndarray | None = None
-) -> List:
-    """A list with rubbish beyond its length."""
-    padded = np.full(capacity, 2**30, np.int32)
-    padded[: len(index)] = index
-    values = None
-    if value is not None:
-        values = np.full(capacity, np.nan, np.float32)
-        values[: len(index)] = value
-        values = device.put(values)
-    return List(device.put(padded), values, device.put(np.array([len(index)], np.uint32)))
-
-
-@pytest.mark.parametrize("n_listed", [0, 1, 16, 17, 61])
-@pytest.mark.parametrize("kind", TYPES)
-def test_products_and_sums_of_listed_rows(device: Device, kind: str, n_listed: int) -> None:
-    n_rows, n_cols = 96, 512
-    data = random_rows(kind, n_rows, n_cols, seed=10)
-    weights, rows = values_of(kind, data, n_cols), device.rows(kind, data, n_cols)
-    rng = np.random.default_rng(n_listed)
-    index = np.sort(rng.choice(n_rows, n_listed, replace=False)).astype(np.int32)
-    value = rng.standard_normal(n_listed).astype(np.float32)
-    x = some_x(1, n_cols)
-    out = device.poisoned(n_rows)
-    device.multiply_listed(
-        ct.byref(rows), ct.byref(listed(device, index, n_rows, value)), device.put(x), out
-    )
-    got = device.get(out, n_rows)
-    if n_listed:
-        close(got[None, :n_listed] / value, weights[index], x)
-    assert np.isnan(got[n_listed:]).all(), "wrote beyond the list"
-
-    coef = np.full(n_rows, np.nan, np.float32)
-    coef[:n_listed] = value
-    total = device.poisoned(n_cols)
-    device.accumulate_listed(
-        ct.byref(rows), ct.byref(listed(device, index, n_rows)), device.put(coef), total
-    )
-    close(device.get(total, (1, n_cols)), weights[index].T, value[None])
+@pytest.mark.parametrize("n_active", [0, 1, 16, 61])
+def test_sums_of_few_rows(device: Device, n_active: int) -> None:
+    """Rows whose coefficient is 0 are not read: they may hold anything."""
+    n_rows, n_cols = 2000, 512
+    data = random_rows("F16", n_rows, n_cols, seed=10)
+    active = np.zeros(n_rows, bool)
+    active[np.random.default_rng(n_active).choice(n_rows, n_active, replace=False)] = True
+    weights = values_of("F16", data, n_cols)
+    data[~active] = 0xFF  # NaN
+    h = np.where(active, some_x(1, n_rows), 0).astype(np.float32)
+    rows, out = device.rows("F16", data, n_cols), device.poisoned((1, n_cols))
+    device.multiply_transposed(ct.byref(rows), device.put(h), 1, 0, out)
+    close(device.get(out, (1, n_cols)), weights[active].T, h[:, active])
 
 
 def test_sums_of_rows_have_the_same_bits_every_time(device: Device) -> None:
@@ -182,7 +168,7 @@ def test_sums_of_rows_have_the_same_bits_every_time(device: Device) -> None:
     outs = []
     for _ in range(2):
         out = device.poisoned(1024)
-        device.multiply_transposed(ct.byref(rows), h, 1, out)
+        device.multiply_transposed(ct.byref(rows), h, 1, 0, out)
         outs.append(device.get(out, 1024))
     np.testing.assert_array_equal(outs[0], outs[1])
 
@@ -193,3 +179,107 @@ def test_what_the_kernels_do_not_take_is_refused(device: Device) -> None:
     assert device.api.row_stride(99, 256) == 0
     with pytest.raises(DeviceError, match="multiples of 32"):
         device.fetch_rows(ct.byref(Rows(1, 16, 1, 48, 1)), 1, 1, 1)
+
+
+def normed(x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
+    x64 = x.astype(np.float64)
+    return x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + eps) * gain
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3, 8, 11, 20])
+@pytest.mark.parametrize(("kind", "n_cols"), [("F32", 1280), ("Q4_0", 1280), ("Q8_0", 8704)])
+def test_products_of_normalised_vectors(
+    device: Device, kind: str, n_cols: int, n_tokens: int
+) -> None:
+    data, x = random_rows(kind, 21, n_cols, seed=12), some_x(n_tokens, n_cols) * 3
+    gain = some_x(1, n_cols, seed=13)[0]
+    norm = Norm(device.put(gain), 1e-5, device.poisoned(x.shape))
+    (got,) = multiply(device, [device.rows(kind, data, n_cols)], x, [None], ct.byref(norm))
+    want = normed(x, gain, 1e-5)
+    close(got, values_of(kind, data, n_cols), want, halves=n_tokens > 16)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 5, 20])
+def test_products_that_are_added(device: Device, n_tokens: int) -> None:
+    n_rows, n_cols = 64, 256
+    rows = device.rows("Q8_0", random_rows("Q8_0", n_rows, n_cols, seed=14), n_cols)
+    x, h = device.put(some_x(n_tokens, n_cols)), device.put(some_x(n_tokens, n_rows))
+
+    def product(add: int, out: int) -> None:
+        device.multiply(ct.byref(Product(rows, None, out, add, 0)), 1, x, n_tokens, None)
+
+    def positive(add: int, out: int) -> None:
+        device.multiply(ct.byref(Product(rows, None, out, add, 1)), 1, x, n_tokens, None)
+
+    def transposed(add: int, out: int) -> None:
+        device.multiply_transposed(ct.byref(rows), h, n_tokens, add, out)
+
+    for run, n in ((product, n_rows), (transposed, n_cols)):
+        before = some_x(n_tokens, n, seed=n)
+        alone, added = device.poisoned(before.shape), device.put(before)
+        run(0, alone)
+        run(1, added)
+        np.testing.assert_array_equal(
+            device.get(added, before.shape), before + device.get(alone, before.shape)
+        )
+    all_of_it, above = device.poisoned((n_tokens, n_rows)), device.poisoned((n_tokens, n_rows))
+    product(0, all_of_it)
+    positive(0, above)
+    np.testing.assert_array_equal(
+        device.get(above, (n_tokens, n_rows)),
+        np.maximum(device.get(all_of_it, (n_tokens, n_rows)), 0),
+    )
+
+
+SILU, RELU = 0, 1
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("activation", [SILU, RELU])
+@pytest.mark.parametrize(
+    ("gate_kind", "up_kind", "n_cols"),
+    [(kind, kind, 512) for kind in TYPES] + [("F16", "Q4_0", 512), ("Q8_0", "Q8_0", 8704)],
+)
+def test_neurons_of_a_token(
+    device: Device, gate_kind: str, up_kind: str, n_cols: int, activation: int, masked: bool
+) -> None:
+    n_rows, threshold = 83, 0.1
+    x, gain = some_x(1, n_cols), some_x(1, n_cols, seed=2)[0]
+    kinds, seeds = (gate_kind, up_kind), (15, 16)
+    data = [random_rows(k, n_rows, n_cols, seed=s) for k, s in zip(kinds, seeds, strict=True)]
+    rows = [device.rows(k, d, n_cols) for k, d in zip(kinds, data, strict=True)]
+    norm = Norm(device.put(gain), 1e-5, None)
+    let_through = np.random.default_rng(17).random(n_rows) < (0.3 if masked else 2)
+    bits = np.packbits(np.append(let_through, np.ones(96 - n_rows, bool)), bitorder="little")
+    counts, out = device.put(np.array([5, 7], np.uint64)), device.poisoned(n_rows)
+    mask = device.put(bits.view(np.uint32)) if masked else None
+    work = Neurons(
+        *rows, device.put(x), ct.pointer(norm), mask, activation, threshold, counts, counts + 8, out
+    )
+    device.neurons(ct.byref(work))
+
+    want_x = normed(x, gain, 1e-5)
+    gate, up = (
+        (values_of(k, d, n_cols).astype(np.float64) @ want_x[0])
+        for k, d in zip(kinds, data, strict=True)
+    )
+    fires = let_through & ((gate > threshold) if activation == RELU else True)
+    act = gate if activation == RELU else gate / (1 + np.exp(-gate))
+    want = np.where(fires, act * up, 0)
+    got = device.get(out, n_rows)
+    # Both factors are as exact as other products of single vectors.
+    sums = [
+        (np.abs(values_of(k, d, n_cols).astype(np.float64)) @ np.abs(want_x[0]))
+        for k, d in zip(kinds, data, strict=True)
+    ]
+    error = [(n_cols / 32 + 40) * UNIT * s for s in sums]
+    # SiLU's slope is at most 1.1.
+    bound = 1.1 * error[0] * (np.abs(up) + error[1]) + error[1] * np.abs(act) + 1e-6 * np.abs(want)
+    sure = np.abs(gate - threshold) > error[0] if activation == RELU else np.ones(n_rows, bool)
+    assert sure.mean() > 0.9
+    assert (np.abs(got - want) <= bound)[sure].all()
+    assert (got[~let_through] == 0).all()
+    n_masked, n_active = device.get(counts, 2, np.uint64) - np.array([5, 7], np.uint64)
+    assert n_masked == let_through.sum()
+    if activation == RELU:
+        assert abs(int(n_active) - int(fires.sum())) <= (~sure).sum()

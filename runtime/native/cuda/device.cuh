@@ -148,6 +148,12 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
+// With e = exp(-|g|) <= 1 nothing overflows on either side of zero.
+__device__ __forceinline__ float silu(float g) {
+    const float e = expf(-fabsf(g));
+    return g * (g < 0 ? e : 1.0f) / (1.0f + e);
+}
+
 // Sum over a block of at most 1024 threads (whole warps), for every thread; `shared` has 32 floats.
 __device__ inline float block_sum(float x, float *shared) {
     const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
@@ -169,26 +175,6 @@ __device__ inline float block_max(float x, float *shared) {
     __syncthreads();
     const int n_warps = blockDim.x / warp_size;
     return warp_max(lane < n_warps ? shared[lane] : -INFINITY);
-}
-
-// Sum of n over the block's threads before this one; *total is that of all. One block of whole warps.
-__device__ inline uint32_t exclusive_sum(uint32_t n, uint32_t *warp_totals, uint32_t *total) {
-    const uint32_t lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
-    uint32_t sum = n;
-    for (uint32_t offset = 1; offset < warp_size; offset *= 2) {
-        const uint32_t before = __shfl_up_sync(0xffffffffu, sum, offset);
-        sum += lane >= offset ? before : 0;
-    }
-    if (lane == warp_size - 1)
-        warp_totals[warp] = sum;
-    __syncthreads();
-    uint32_t before = 0, all = 0;
-    for (uint32_t w = 0; w < blockDim.x / warp_size; ++w) {
-        before += w < warp ? warp_totals[w] : 0;
-        all += warp_totals[w];
-    }
-    *total = all;
-    return before + sum - n;
 }
 #endif
 

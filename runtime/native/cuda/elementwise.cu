@@ -1,6 +1,6 @@
 // elementwise.cu: operations on rows of activations.
-#include "device.cuh"
 #include "operations.h"
+#include "rows.cuh"
 
 #include <algorithm>
 
@@ -31,18 +31,6 @@ __global__ void add_kernel(const float *x, uint64_t n, float *y) {
     for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n;
          i += uint64_t{gridDim.x} * blockDim.x)
         y[i] += x[i];
-}
-
-__global__ void relu_kernel(float *x, uint64_t n) {
-    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n;
-         i += uint64_t{gridDim.x} * blockDim.x)
-        x[i] = fmaxf(x[i], 0.0f);
-}
-
-// With e = exp(-|g|) <= 1 nothing overflows on either side of zero.
-__device__ __forceinline__ float silu(float g) {
-    const float e = expf(-fabsf(g));
-    return g * (g < 0 ? e : 1.0f) / (1.0f + e);
 }
 
 __global__ void gated_silu_kernel(const float *up, uint64_t n, float *gate) {
@@ -111,6 +99,11 @@ unsigned grid_of(uint64_t n) {
 
 } // namespace
 
+void normalise(pi_gpu &gpu, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
+               float *out) {
+    launch("normalising", gpu, rms_norm_kernel, n_rows, row_threads, 0, x, gain, n, eps, out);
+}
+
 int32_t gather(pi_gpu *gpu, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n, float *out) {
     return operate(gpu, [&](pi_gpu &device) {
         launch("gathering rows", device, gather_kernel, n_rows, threads, 0, x, rows, n, out);
@@ -119,19 +112,12 @@ int32_t gather(pi_gpu *gpu, const float *x, const uint32_t *rows, uint32_t n_row
 
 int32_t rms_norm(pi_gpu *gpu, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
                  float *out) {
-    return operate(gpu, [&](pi_gpu &device) {
-        launch("normalising", device, rms_norm_kernel, n_rows, row_threads, 0, x, gain, n, eps, out);
-    });
+    return operate(gpu, [&](pi_gpu &device) { normalise(device, x, gain, n_rows, n, eps, out); });
 }
 
 int32_t add(pi_gpu *gpu, const float *x, uint64_t n, float *y) {
     return operate(
         gpu, [&](pi_gpu &device) { launch("adding", device, add_kernel, grid_of(n), threads, 0, x, n, y); });
-}
-
-int32_t relu(pi_gpu *gpu, float *x, uint64_t n) {
-    return operate(
-        gpu, [&](pi_gpu &device) { launch("ReLU", device, relu_kernel, grid_of(n), threads, 0, x, n); });
 }
 
 int32_t gated(pi_gpu *gpu, uint32_t activation, float threshold, const float *up, uint64_t n, float *gate,

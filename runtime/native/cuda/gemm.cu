@@ -114,7 +114,8 @@ __device__ __forceinline__ void write_tile(const Gemm &work, uint32_t token, uin
                 float value = sum[i][j][e] * scale;
                 if (work.bias != nullptr)
                     value += work.bias[column];
-                *to = work.accumulate ? *to + value : value;
+                value = work.accumulate ? *to + value : value;
+                *to = work.relu ? fmaxf(value, 0.0f) : value;
             }
         }
     }

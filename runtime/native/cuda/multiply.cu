@@ -20,6 +20,13 @@ GemvProduct gemv_product(const pi_gpu_rows &rows, float *out) {
     return product;
 }
 
+void set_norm(GemvLaunch &work, const pi_gpu_norm *norm) {
+    if (norm == nullptr)
+        return;
+    work.gain = norm->gain;
+    work.eps = norm->eps;
+}
+
 void add_product(GemvLaunch &work, uint32_t &n_blocks, GemvProduct product) {
     product.first_block = n_blocks;
     n_blocks += ceil_div(product.n_rows, gemv_block_rows);
@@ -32,19 +39,22 @@ void start(pi_gpu &gpu, uint32_t kernel_type, const GemvLaunch &work, uint32_t n
 
 // Products [0, n) that are of this type, in launches of at most 8 vectors.
 void multiply_vectors(pi_gpu &gpu, const pi_gpu_product *products, uint32_t n, uint32_t kernel_type,
-                      const float *x, uint32_t n_tokens) {
+                      const float *x, uint32_t n_tokens, const pi_gpu_norm *norm) {
     for (uint32_t token = 0; token < n_tokens; token += gemv_max_columns) {
         GemvLaunch work{};
         uint32_t n_blocks = 0;
         work.n_cols = products[0].rows.n_cols;
         work.n_columns = std::min(gemv_max_columns, n_tokens - token);
         work.x = x + uint64_t{token} * work.n_cols;
+        set_norm(work, norm);
         for (uint32_t i = 0; i < n; ++i) {
             const pi_gpu_rows &rows = products[i].rows;
             if (rows.kernel_type != kernel_type)
                 continue;
             GemvProduct product = gemv_product(rows, products[i].out + uint64_t{token} * rows.n_rows);
             product.bias = products[i].bias;
+            product.add = products[i].add;
+            product.relu = products[i].relu;
             add_product(work, n_blocks, product);
         }
         start(gpu, kernel_type, work, n_blocks);
@@ -83,6 +93,8 @@ void multiply_tiles(pi_gpu &gpu, const pi_gpu_product &product, const Halves &x)
         work.n_out = n;
         work.bias = product.bias == nullptr ? nullptr : product.bias + first;
         work.out = product.out + first;
+        work.accumulate = product.add != 0;
+        work.relu = product.relu != 0;
         work.out_stride = rows.n_rows;
         run_gemm(gpu, work);
     }
@@ -104,7 +116,8 @@ bool as_vectors(uint32_t kernel_type, uint32_t n_tokens) {
 
 } // namespace
 
-int32_t multiply(pi_gpu *gpu, const pi_gpu_product *products, uint32_t n, const float *x, uint32_t n_tokens) {
+int32_t multiply(pi_gpu *gpu, const pi_gpu_product *products, uint32_t n, const float *x, uint32_t n_tokens,
+                 const pi_gpu_norm *norm) {
     return operate(gpu, [&](pi_gpu &device) {
         require_products(products, n);
         Halves halves{};
@@ -113,42 +126,60 @@ int32_t multiply(pi_gpu *gpu, const pi_gpu_product *products, uint32_t n, const 
             if (as_vectors(type, n_tokens)) {
                 const auto same = [type](const pi_gpu_product &p) { return p.rows.kernel_type == type; };
                 if (std::none_of(products, products + i, same)) // the first of its type takes them all
-                    multiply_vectors(device, products, n, type, x, n_tokens);
+                    multiply_vectors(device, products, n, type, x, n_tokens, norm);
                 continue;
             }
+            const uint32_t n_cols = products[0].rows.n_cols;
+            if (halves.data == nullptr && norm != nullptr)
+                normalise(device, x, norm->gain, n_tokens, n_cols, norm->eps, norm->out);
             if (halves.data == nullptr)
-                halves = to_halves(device, x, n_tokens, products[0].rows.n_cols);
+                halves = to_halves(device, norm == nullptr ? x : norm->out, n_tokens, n_cols);
             multiply_tiles(device, products[i], halves);
         }
     });
 }
 
-int32_t multiply_listed(pi_gpu *gpu, const pi_gpu_rows *rows, const pi_gpu_list *list, const float *x,
-                        float *out) {
+int32_t neurons(pi_gpu *gpu, const pi_gpu_neurons *of) {
     return operate(gpu, [&](pi_gpu &device) {
-        require_rows(*rows);
-        GemvLaunch work{};
-        uint32_t n_blocks = 0;
-        work.n_cols = rows->n_cols;
-        work.n_columns = 1;
-        work.x = x;
-        GemvProduct product = gemv_product(*rows, out);
-        product.index = list->index;
-        product.n_listed = list->length;
-        product.factor = list->value;
-        add_product(work, n_blocks, product);
-        start(device, rows->kernel_type, work, n_blocks);
+        require_rows(of->gate);
+        require_rows(of->up);
+        if (of->gate.n_cols != of->up.n_cols || of->gate.n_rows != of->up.n_rows)
+            throw Failure{PI_FAILURE, "gate and up are of different shapes"};
+        NeuronsLaunch work{};
+        work.input.n_cols = of->gate.n_cols;
+        work.input.n_columns = 1;
+        work.input.x = of->x;
+        set_norm(work.input, of->norm);
+        work.n_rows = of->gate.n_rows;
+        work.mask = of->mask;
+        work.relu = of->activation == PI_ACTIVATION_RELU ? 1 : 0;
+        work.threshold = of->threshold;
+        work.out = of->out;
+        work.n_masked = reinterpret_cast<unsigned long long *>(of->n_masked);
+        work.n_active = reinterpret_cast<unsigned long long *>(of->n_active);
+        work.gate = static_cast<const uint8_t *>(of->gate.data);
+        work.row_stride = of->gate.row_stride;
+        const bool together = of->gate.kernel_type == of->up.kernel_type;
+        work.up = together ? static_cast<const uint8_t *>(of->up.data) : nullptr;
+        for_type(of->gate.kernel_type, [&]<int type>() { run_neurons<type>(device, work); });
+        if (together)
+            return;
+        work.n_masked = work.n_active = nullptr;
+        work.gate = nullptr;
+        work.up = static_cast<const uint8_t *>(of->up.data);
+        work.row_stride = of->up.row_stride;
+        for_type(of->up.kernel_type, [&]<int type>() { run_neurons<type>(device, work); });
     });
 }
 
 // One token after the other as sums of rows, many on the matrix units.
 int32_t multiply_transposed(pi_gpu *gpu, const pi_gpu_rows *rows, const float *h, uint32_t n_tokens,
-                            float *out) {
+                            uint32_t add, float *out) {
     return operate(gpu, [&](pi_gpu &device) {
         require_rows(*rows);
         if (as_vectors(rows->kernel_type, n_tokens)) {
             for (uint32_t t = 0; t < n_tokens; ++t)
-                accumulate_rows(device, *rows, nullptr, h + uint64_t{t} * rows->n_rows,
+                accumulate_rows(device, *rows, h + uint64_t{t} * rows->n_rows, add != 0,
                                 out + uint64_t{t} * rows->n_cols);
             return;
         }
@@ -164,17 +195,9 @@ int32_t multiply_transposed(pi_gpu *gpu, const pi_gpu_rows *rows, const float *h
             work.k_begin = first;
             work.n_k = std::min(each, rows->n_rows - first);
             work.w = half_rows(device, *rows, first, work.n_k);
-            work.accumulate = first > 0;
+            work.accumulate = first > 0 || add != 0;
             run_gemm(device, work);
         }
-    });
-}
-
-int32_t accumulate_listed(pi_gpu *gpu, const pi_gpu_rows *rows, const pi_gpu_list *list, const float *coef,
-                          float *out) {
-    return operate(gpu, [&](pi_gpu &device) {
-        require_rows(*rows);
-        accumulate_rows(device, *rows, list, coef, out);
     });
 }
 

@@ -29,29 +29,24 @@ uint64_t row_stride(uint32_t kernel_type, uint32_t n_cols);
 int32_t upload_rows(pi_gpu *, const void *host, uint64_t row_bytes, const pi_gpu_rows *rows);
 int32_t fetch_rows(pi_gpu *, const pi_gpu_rows *, const int32_t *tokens, uint32_t n, float *out);
 int32_t multiply(pi_gpu *, const pi_gpu_product *products, uint32_t n_products, const float *x,
-                 uint32_t n_tokens);
-int32_t multiply_transposed(pi_gpu *, const pi_gpu_rows *, const float *h, uint32_t n_tokens, float *out);
-int32_t multiply_listed(pi_gpu *, const pi_gpu_rows *, const pi_gpu_list *list, const float *x, float *out);
-int32_t accumulate_listed(pi_gpu *, const pi_gpu_rows *, const pi_gpu_list *list, const float *coef,
-                          float *out);
+                 uint32_t n_tokens, const pi_gpu_norm *norm);
+int32_t neurons(pi_gpu *, const pi_gpu_neurons *);
+int32_t multiply_transposed(pi_gpu *, const pi_gpu_rows *, const float *h, uint32_t n_tokens, uint32_t add,
+                            float *out);
 int32_t gather(pi_gpu *, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n, float *out);
 int32_t rms_norm(pi_gpu *, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
                  float *out);
 int32_t add(pi_gpu *, const float *x, uint64_t n, float *y);
 int32_t gated(pi_gpu *, uint32_t activation, float threshold, const float *up, uint64_t n, float *gate,
               uint64_t *n_active);
-int32_t relu(pi_gpu *, float *x, uint64_t n);
 int32_t log_probabilities(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab,
                           const int32_t *targets, float *out);
 int32_t argmax(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab, int32_t *out);
-int32_t compact(pi_gpu *, const float *x, uint32_t n, const pi_gpu_list *from, float threshold,
-                uint32_t inclusive, const pi_gpu_list *list, uint64_t *total);
-int32_t record(pi_gpu *, const pi_gpu_list *list, uint32_t n, const float *coef, uint64_t *words);
+int32_t record(pi_gpu *, const float *activations, uint32_t n, uint64_t *words);
 int32_t place_heads(pi_gpu *, const pi_gpu_kv *, const pi_gpu_step *, const pi_gpu_rope *, float *q,
                     const float *k, const float *v);
 int32_t attend(pi_gpu *, const pi_gpu_attention *);
 int32_t mask(pi_gpu *, const float *logits, uint32_t n_tokens, uint32_t n, float threshold, uint32_t *words);
-int32_t list_mask(pi_gpu *, const uint32_t *words, uint32_t n, const pi_gpu_list *list, uint64_t *total);
 int32_t allocate_host(pi_gpu *, uint64_t n_bytes, void **host, void **device);
 int32_t release_host(pi_gpu *, void *host);
 int32_t query(pi_gpu *, uint32_t *busy);

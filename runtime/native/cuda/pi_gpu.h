@@ -46,19 +46,34 @@ typedef struct pi_gpu_rows {
     uint32_t n_rows;
 } pi_gpu_rows;
 
-/* out[t * n_rows + r] = row r . token t (+ bias[r]). */
+/* out[t * n_rows + r] (add: +)= row r . token t (+ bias[r]); relu: 0 instead of what is below. */
 typedef struct pi_gpu_product {
     pi_gpu_rows rows;
     const float *bias; /* [n_rows] or NULL */
     float *out;        /* [n_tokens, n_rows] */
+    uint32_t add;
+    uint32_t relu;
 } pi_gpu_product;
 
-/* A list of neurons that lives on the device. */
-typedef struct pi_gpu_list {
-    int32_t *index;   /* [capacity] ascending */
-    float *value;     /* [capacity] what belongs to each, or NULL */
-    uint32_t *length; /* [1] */
-} pi_gpu_list;
+/* Vectors x [n_tokens, n_cols] are to be x / sqrt(mean of squares + eps) * gain. */
+typedef struct pi_gpu_norm {
+    const float *gain; /* [n_cols] */
+    float eps;
+    float *out; /* [n_tokens, n_cols] for operations that need them so; its contents are undefined */
+} pi_gpu_norm;
+
+/* One token's neurons: out[i] = act(gate row i . x) * (up row i . x) of the ones that the mask lets through
+ * and, with ReLU, whose gate is above the threshold; 0 of the others, whose ups are not read. */
+typedef struct pi_gpu_neurons {
+    pi_gpu_rows gate, up; /* of one shape */
+    const float *x;
+    const pi_gpu_norm *norm; /* or NULL */
+    const uint32_t *mask;    /* bit i % 32 of word i / 32; or NULL: all */
+    uint32_t activation;     /* PI_ACTIVATION_* */
+    float threshold;
+    uint64_t *n_masked, *n_active; /* added to: let through, and not 0; or both NULL */
+    float *out;                    /* [n_rows] */
+} pi_gpu_neurons;
 
 /* The new tokens of a step, on the device. Token t is of row sequence[t] of the block table. */
 typedef struct pi_gpu_step {
@@ -192,18 +207,14 @@ typedef struct pi_gpu_api {
     int32_t (*upload_rows)(pi_gpu *, const void *host, uint64_t row_bytes, const pi_gpu_rows *rows);
     /* out [n, n_cols] = rows tokens[i] */
     int32_t (*fetch_rows)(pi_gpu *, const pi_gpu_rows *, const int32_t *tokens, uint32_t n, float *out);
-    /* At most PI_GPU_MAX_PRODUCTS products of one x [n_tokens, n_cols]. */
+    /* At most PI_GPU_MAX_PRODUCTS products of one x [n_tokens, n_cols], normalised first with a norm. */
     int32_t (*multiply)(pi_gpu *, const pi_gpu_product *products, uint32_t n_products, const float *x,
-                        uint32_t n_tokens);
-    /* out [n_tokens, n_cols] = h [n_tokens, n_rows] . rows */
+                        uint32_t n_tokens, const pi_gpu_norm *norm);
+    int32_t (*neurons)(pi_gpu *, const pi_gpu_neurons *);
+    /* out [n_tokens, n_cols] (add: +)= h [n_tokens, n_rows] . rows; rows of zeros in h are not read for a few
+     * tokens */
     int32_t (*multiply_transposed)(pi_gpu *, const pi_gpu_rows *, const float *h, uint32_t n_tokens,
-                                   float *out);
-    /* out[i] = row list.index[i] . x (* list.value[i]) for i < *list.length */
-    int32_t (*multiply_listed)(pi_gpu *, const pi_gpu_rows *, const pi_gpu_list *list, const float *x,
-                               float *out);
-    /* out [n_cols] = sum of coef[i] * row list.index[i] for i < *list.length */
-    int32_t (*accumulate_listed)(pi_gpu *, const pi_gpu_rows *, const pi_gpu_list *list, const float *coef,
-                                 float *out);
+                                   uint32_t add, float *out);
 
     /* ---- rows of activations ---- */
     int32_t (*gather)(pi_gpu *, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n,
@@ -214,20 +225,13 @@ typedef struct pi_gpu_api {
     /* gate = act(gate) * up; relu: adds to *n_active the gates above the threshold */
     int32_t (*gated)(pi_gpu *, uint32_t activation, float threshold, const float *up, uint64_t n, float *gate,
                      uint64_t *n_active);
-    int32_t (*relu)(pi_gpu *, float *x, uint64_t n);
     int32_t (*log_probabilities)(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab,
                                  const int32_t *targets, float *out);
     /* out [n_rows]: smallest index of the largest logit */
     int32_t (*argmax)(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab, int32_t *out);
 
-    /* ---- lists of neurons ---- */
-    /* The i < n with x[i] > threshold (inclusive: >=), and x[i] into list.value; adds the length to *total.
-     * from NULL: neuron i, else x[i] belongs to neuron from->index[i], i < *from->length. */
-    int32_t (*compact)(pi_gpu *, const float *x, uint32_t n, const pi_gpu_list *from, float threshold,
-                       uint32_t inclusive, const pi_gpu_list *list, uint64_t *total);
-    /* Sets bit index % 64 of word index / 64 for each listed neuron whose coef is not 0; index NULL: i < n.
-     */
-    int32_t (*record)(pi_gpu *, const pi_gpu_list *list, uint32_t n, const float *coef, uint64_t *words);
+    /* Sets bit i % 64 of word i / 64 for each i < n whose activation is not 0. */
+    int32_t (*record)(pi_gpu *, const float *activations, uint32_t n, uint64_t *words);
 
     /* ---- attention ---- */
     /* Turns q [n_tokens, n_heads, head_dim] by the angles; k [n_tokens, n_kv_heads, head_dim], turned, and v
@@ -240,9 +244,6 @@ typedef struct pi_gpu_api {
     /* words [n_tokens, ceil(n / 32)]: bit i of a token = logits [n_tokens, n] >= threshold */
     int32_t (*mask)(pi_gpu *, const float *logits, uint32_t n_tokens, uint32_t n, float threshold,
                     uint32_t *words);
-    /* The set bits among the first n of words; adds their number to *total. */
-    int32_t (*list_mask)(pi_gpu *, const uint32_t *words, uint32_t n, const pi_gpu_list *list,
-                         uint64_t *total);
 
     /* ---- layers that the CPU computes a share of ---- */
     /* Pinned host memory, and its address for operations. Not of the budget. */

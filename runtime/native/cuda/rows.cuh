@@ -22,7 +22,8 @@ struct Halves {
 // x [n_tokens, n]
 Halves to_halves(pi_gpu &gpu, const float *x, uint32_t n_tokens, uint32_t n);
 
-// out[t * out_stride + j] (+)= sum over k of x[t][k] * w[j][k] (transposed: w[k][j]) (+ bias[j]), j < n_out
+// out[t * out_stride + j] (+)= sum over k of x[t][k] * w[j][k] (transposed: w[k][j]) (+ bias[j]), j < n_out;
+// relu: at least 0
 struct Gemm {
     Halves x;
     uint32_t k_begin; // of x
@@ -31,6 +32,7 @@ struct Gemm {
     uint32_t w_stride; // elements from one row of w to the next
     bool transposed;
     bool accumulate;
+    bool relu;
     uint32_t n_out;
     const float *bias; // or null
     float *out;
@@ -39,8 +41,11 @@ struct Gemm {
 
 void run_gemm(pi_gpu &gpu, const Gemm &work);
 
-// out [n_cols] = sum of coef[i] * row list->index[i], i < *list->length; list null: of all rows i
-void accumulate_rows(pi_gpu &gpu, const pi_gpu_rows &rows, const pi_gpu_list *list, const float *coef,
-                     float *out);
+// out [n_rows, n] = the rows of x / rms(x) * gain
+void normalise(pi_gpu &gpu, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
+               float *out);
+
+// out [n_cols] (+)= sum of coef[i] * row i over all rows; those of coefficients 0 are not read
+void accumulate_rows(pi_gpu &gpu, const pi_gpu_rows &rows, const float *coef, bool add, float *out);
 
 } // namespace pi_cuda

@@ -191,20 +191,18 @@ RopeAngles Forward::rope_angles(const Step &step) const {
 void Forward::attention(Side &side, const Step &step, uint32_t layer) const {
     const ModelConfig &config = model.config;
     const LayerWeights &weights = model.weights.layers[layer];
+    const Buffers &buffers = side.buffers;
     const uint32_t n = step.n_tokens();
-    side.ops.rms_norm(side.stream, side.buffers.residual, weights.attn_norm, n, config.n_embd, config.rms_eps,
-                      side.buffers.normed);
-    const Product inputs[] = {whole(weights.q, weights.q_bias, side.buffers.q),
-                              whole(weights.k, weights.k_bias, side.buffers.k),
-                              whole(weights.v, weights.v_bias, side.buffers.v)};
-    side.ops.matmul(side.stream, {inputs, 3}, side.buffers.normed, step.positions.data(), n);
-    const AttentionArgs args = {&config, &cache, &step, layer, side.buffers.q, side.buffers.attended,
-                                nullptr};
-    side.ops.place_heads(side.stream, args, side.buffers.q, side.buffers.k, side.buffers.v);
+    const InputNorm norm = {weights.attn_norm, config.rms_eps, buffers.normed};
+    const Product inputs[] = {whole(weights.q, weights.q_bias, buffers.q),
+                              whole(weights.k, weights.k_bias, buffers.k),
+                              whole(weights.v, weights.v_bias, buffers.v)};
+    side.ops.matmul(side.stream, {inputs, 3}, buffers.residual, &norm, step.positions.data(), n);
+    const AttentionArgs args = {&config, &cache, &step, layer, buffers.q, buffers.attended, nullptr};
+    side.ops.place_heads(side.stream, args, buffers.q, buffers.k, buffers.v);
     side.ops.attend(side.stream, args);
-    const Product output = whole(weights.attn_output, weights.attn_output_bias, side.buffers.block);
-    side.ops.matmul(side.stream, {&output, 1}, side.buffers.attended, step.positions.data(), n);
-    side.ops.add(side.stream, side.buffers.block, uint64_t{n} * config.n_embd, side.buffers.residual);
+    const Product output = whole(weights.attn_output, weights.attn_output_bias, buffers.residual, true);
+    side.ops.matmul(side.stream, {&output, 1}, buffers.attended, nullptr, step.positions.data(), n);
 }
 
 bool Forward::is_exact(uint32_t layer) const {
@@ -232,11 +230,11 @@ FfnArgs Forward::ffn_args(const Side &side, const Pass &pass, uint32_t layer) co
 }
 
 void Forward::ffn(Side &side, const Pass &pass, uint32_t layer) const {
-    const uint32_t n = pass.step.n_tokens(), n_embd = model.config.n_embd;
-    side.ops.rms_norm(side.stream, side.buffers.residual, model.weights.layers[layer].ffn_norm, n, n_embd,
-                      model.config.rms_eps, side.buffers.normed);
-    side.ops.ffn(side.stream, ffn_args(side, pass, layer));
-    side.ops.add(side.stream, side.buffers.block, uint64_t{n} * n_embd, side.buffers.residual);
+    const InputNorm norm = {model.weights.layers[layer].ffn_norm, model.config.rms_eps, side.buffers.normed};
+    FfnArgs args = ffn_args(side, pass, layer);
+    args.norm = &norm;
+    args.add_to = side.buffers.residual;
+    side.ops.ffn(side.stream, args);
 }
 
 void Forward::split_ffn(Side &side, const Pass &pass, uint32_t layer, Answers answers) const {
@@ -277,10 +275,9 @@ void Forward::head(Side &side, const Step &step, uint32_t begin) const {
                         side.buffers.block);
         rows = side.buffers.block;
     }
-    side.ops.rms_norm(side.stream, rows, model.weights.output_norm, n, config.n_embd, config.rms_eps,
-                      side.buffers.normed);
+    const InputNorm norm = {model.weights.output_norm, config.rms_eps, side.buffers.normed};
     const Product product = whole(model.weights.head, nullptr, side.buffers.logits);
-    side.ops.matmul(side.stream, {&product, 1}, side.buffers.normed, nullptr, n);
+    side.ops.matmul(side.stream, {&product, 1}, rows, &norm, nullptr, n);
 }
 
 // Moves what the caller asked of the computed rows to the results: whole rows, or one number each.

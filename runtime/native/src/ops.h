@@ -23,11 +23,19 @@ struct Product {
     uint64_t row_end;
     const float *bias; // of the range's rows, or null
     float *out;
+    bool add = false; // to what out holds
 };
 
-inline Product whole(const Matrix &matrix, const float *bias, float *out) {
-    return {&matrix, 0, matrix.n_rows, bias, out};
+inline Product whole(const Matrix &matrix, const float *bias, float *out, bool add = false) {
+    return {&matrix, 0, matrix.n_rows, bias, out, add};
 }
+
+// x [n_tokens, n] becomes x / rms(x) * gain before it is used.
+struct InputNorm {
+    const float *gain; // [n]
+    float eps;
+    float *out; // [n_tokens, n] may hold the result
+};
 
 struct FfnCounts {
     uint64_t total = 0;   // neurons x tokens
@@ -45,11 +53,13 @@ struct FfnArgs {
     const uint8_t *modes;      // [n_tokens] PI_FFN_*
     const uint32_t *positions; // [n_tokens]
     float sparse_threshold;    // predicted active iff logit >= this
+    const InputNorm *norm;     // makes normed of residual; null: normed is there
     const float *normed;       // [n_tokens, n_embd]
     const float *residual;     // [n_tokens, n_embd] the predictor's input: the stream before ffn_norm
     const uint64_t *mask; // [n_tokens, mask_stride] bit i: neuron_begin + i is let through; null: predict
     uint64_t mask_stride;
     float *out;        // [n_tokens, n_embd]
+    float *add_to;     // [n_tokens, n_embd] gets the share added, and out is scratch; or null
     FfnCounts *counts; // added to
     uint64_t *fired;   // token's first word of the record of neurons with an activation other than 0, or null
     uint64_t fired_stride; // words from one token to the next
@@ -106,10 +116,10 @@ struct Ops {
     // every row: out = x / rms(x) * gain
     void (*rms_norm)(Stream &, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
                      float *out);
-    // products of one input x [n_tokens, n_cols]; positions [n_tokens] of the tokens, or null: attention
-    // sinks deserve more precision
-    void (*matmul)(Stream &, std::span<const Product> products, const float *x, const uint32_t *positions,
-                   uint32_t n_tokens);
+    // products of one input x [n_tokens, n_cols], normalised with a norm; positions [n_tokens] of the tokens,
+    // or null: attention sinks deserve more precision
+    void (*matmul)(Stream &, std::span<const Product> products, const float *x, const InputNorm *norm,
+                   const uint32_t *positions, uint32_t n_tokens);
     // y += x
     void (*add)(Stream &, const float *x, uint64_t n, float *y);
     // q [n_tokens, n_heads, head_dim] turned by the step's angles; k [n_tokens, n_kv_heads, head_dim],

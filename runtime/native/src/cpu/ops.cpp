@@ -106,6 +106,32 @@ void store_kv(CpuStream &stream, const KvCache &cache, const Step &step, uint32_
     });
 }
 
+void matmul(CpuStream &stream, std::span<const Product> products, const float *x, const InputNorm *norm,
+            const uint32_t *positions, uint32_t n_tokens) {
+    if (norm != nullptr) {
+        rms_norm(stream, x, norm->gain, n_tokens, static_cast<uint32_t>(products[0].matrix->n_cols),
+                 norm->eps, norm->out);
+        x = norm->out;
+    }
+    if (!products[0].add)
+        return cpu_matmul(stream, products, x, positions, n_tokens);
+    Product product = products[0]; // an output that is added to is alone
+    const uint64_t n = n_tokens * (product.row_end - product.row_begin);
+    product.out = stream.sums.floats(n);
+    cpu_matmul(stream, {&product, 1}, x, positions, n_tokens);
+    add(stream, product.out, n, products[0].out);
+}
+
+void ffn(CpuStream &stream, const FfnArgs &args) {
+    const uint32_t n_embd = args.config->n_embd;
+    if (args.norm != nullptr)
+        rms_norm(stream, args.residual, args.norm->gain, args.n_tokens, n_embd, args.norm->eps,
+                 args.norm->out);
+    cpu_ffn(stream, args);
+    if (args.add_to != nullptr)
+        add(stream, args.out, uint64_t{args.n_tokens} * n_embd, args.add_to);
+}
+
 void place_heads(CpuStream &stream, const AttentionArgs &args, float *q, float *k, const float *v) {
     const ModelConfig &config = *args.config;
     rope(stream, q, args.step->n_tokens(), config.n_heads, config);
@@ -147,11 +173,11 @@ constexpr Ops cpu_ops = {
     .gather = Entry<gather>::call,
     .embed = Entry<embed>::call,
     .rms_norm = Entry<rms_norm>::call,
-    .matmul = Entry<cpu_matmul>::call,
+    .matmul = Entry<matmul>::call,
     .add = Entry<add>::call,
     .place_heads = Entry<place_heads>::call,
     .attend = Entry<cpu_attend>::call,
-    .ffn = Entry<cpu_ffn>::call,
+    .ffn = Entry<ffn>::call,
     .log_probabilities = Entry<log_probabilities>::call,
     .synchronize = Entry<synchronize>::call,
 };

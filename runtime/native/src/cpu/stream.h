@@ -50,6 +50,7 @@ struct CpuStream final : Stream {
     Scratch second;   // results of what rounding left of some tokens
     Scratch tiles;    // [n_threads] weight tile and output tile
     Scratch partials; // attention splits, or FFN groups
+    Scratch sums;     // a product that is added to its output
     Scratch heads;    // [n_threads] gathered queries of an attention tile
     Scratch visible;  // [n_threads] what they see of some pages
     Scratch gate, up; // [n_tokens, n_ff]

@@ -22,14 +22,13 @@ class Ffn {
   public:
     Ffn(GpuStream &stream, const FfnArgs &args)
         : stream_(stream), device_(stream.device), args_(args), layer_(*args.layer), config_(*args.config),
-          n_(args.neuron_end - args.neuron_begin), buffers_(stream.ffn) {}
+          n_(args.neuron_end - args.neuron_begin), buffers_(stream.ffn), norm_(stream.norm(args.norm)) {}
 
     // Every neuron of every token of the range.
     void dense(uint32_t begin, uint32_t n_tokens) {
-        const float *normed = args_.normed + uint64_t{begin} * config_.n_embd;
-        const pi_gpu_product products[] = {{neurons(layer_.gate), nullptr, buffers_.gate},
-                                           {neurons(layer_.up), nullptr, buffers_.up}};
-        device_.call(&pi_gpu_api::multiply, products, 2u, normed, n_tokens);
+        const pi_gpu_product products[] = {product(neurons(layer_.gate), buffers_.gate),
+                                           product(neurons(layer_.up), buffers_.up)};
+        device_.call(&pi_gpu_api::multiply, products, 2u, input(begin), n_tokens, norm());
         const bool relu = config_.activation == Activation::relu;
         const uint64_t n = uint64_t{n_tokens} * n_;
         const bool counted = relu && args_.modes[begin] != PI_FFN_DENSE;
@@ -39,57 +38,42 @@ class Ffn {
         args_.counts->total += n;
         args_.counts->guessed += n;
         args_.counts->active += counted ? 0 : n;
-        for (uint32_t t = 0; t < n_tokens; ++t)
-            record(begin + t, nullptr, buffers_.gate + uint64_t{t} * n_);
-        float *out = args_.out + uint64_t{begin} * config_.n_embd;
-        if (config_.sparse_layout) {
-            const pi_gpu_rows rows = neurons(layer_.down_t);
-            device_.call(&pi_gpu_api::multiply_transposed, &rows, static_cast<const float *>(buffers_.gate),
-                         n_tokens, out);
-        } else {
-            const Matrix columns = layer_.down.columns(args_.neuron_begin, args_.neuron_end);
-            const pi_gpu_product down = {stream_.rows(columns), nullptr, out};
-            device_.call(&pi_gpu_api::multiply, &down, 1u, static_cast<const float *>(buffers_.gate),
-                         n_tokens);
-        }
+        down(begin, n_tokens);
     }
 
-    // One token: gates, then up and down where a gate is open; predicted: of the neurons that its mask names.
-    void sparse(uint32_t token) {
-        const float *normed = args_.normed + uint64_t{token} * config_.n_embd;
-        const pi_gpu_list *candidates = nullptr;
+    // One token: gates, of the neurons that its mask names if it has one, then up and down of those that
+    // fire.
+    void single(uint32_t token) {
+        const bool masked = is_masked(args_, token), is_dense = args_.modes[token] == PI_FFN_DENSE;
         args_.counts->total += n_;
-        if (is_masked(args_, token)) {
-            candidates = &buffers_.candidates;
-            const uint32_t *mask = buffers_.mask + uint64_t{token} * mask_words(config_);
-            device_.call(&pi_gpu_api::list_mask, mask + args_.neuron_begin / word_bits, n_, candidates,
-                         buffers_.counts);
-            const pi_gpu_rows rows = neurons(layer_.gate);
-            device_.call(&pi_gpu_api::multiply_listed, &rows, candidates, normed, buffers_.gate);
-        } else {
-            args_.counts->guessed += n_;
-            const pi_gpu_product gate = {neurons(layer_.gate), nullptr, buffers_.gate};
-            device_.call(&pi_gpu_api::multiply, &gate, 1u, normed, 1u);
-        }
-        device_.call(&pi_gpu_api::compact, static_cast<const float *>(buffers_.gate), n_, candidates,
-                     config_.activation_threshold, 0u, &buffers_.fired, buffers_.counts + 1);
-        const pi_gpu_rows up = neurons(layer_.up), down = neurons(layer_.down_t);
-        device_.call(&pi_gpu_api::multiply_listed, &up, &buffers_.fired, normed, buffers_.coef);
-        record(token, &buffers_.fired, buffers_.coef);
-        device_.call(&pi_gpu_api::accumulate_listed, &down, &buffers_.fired,
-                     static_cast<const float *>(buffers_.coef), args_.out + uint64_t{token} * config_.n_embd);
+        args_.counts->guessed += masked ? 0 : n_;
+        args_.counts->active += is_dense ? n_ : 0;
+        pi_gpu_neurons of{};
+        of.gate = neurons(layer_.gate);
+        of.up = neurons(layer_.up);
+        of.x = input(token);
+        of.norm = norm();
+        if (masked)
+            of.mask = buffers_.mask + uint64_t{token} * mask_words(config_) + args_.neuron_begin / word_bits;
+        of.activation = static_cast<uint32_t>(config_.activation);
+        of.threshold = config_.activation_threshold;
+        of.n_masked = masked ? buffers_.counts : nullptr;
+        of.n_active = is_dense ? nullptr : buffers_.counts + 1;
+        of.out = buffers_.gate;
+        device_.call(&pi_gpu_api::neurons, static_cast<const pi_gpu_neurons *>(&of));
+        down(token, 1);
     }
 
     // Masks of a few tokens, over all neurons of the layer.
     void predict(uint32_t begin, uint32_t n_tokens) {
         const float *residual = args_.residual + uint64_t{begin} * config_.n_embd;
-        const uint64_t rank = layer_.predictor_fc1.n_rows;
-        const pi_gpu_product first = {stream_.rows(layer_.predictor_fc1), nullptr, buffers_.hidden};
-        device_.call(&pi_gpu_api::multiply, &first, 1u, residual, n_tokens);
-        device_.call(&pi_gpu_api::relu, buffers_.hidden, rank * n_tokens);
-        const pi_gpu_product second = {stream_.rows(layer_.predictor_fc2), nullptr, buffers_.logits};
+        pi_gpu_product first = product(stream_.rows(layer_.predictor_fc1), buffers_.hidden);
+        first.relu = 1;
+        device_.call(&pi_gpu_api::multiply, static_cast<const pi_gpu_product *>(&first), 1u, residual,
+                     n_tokens, nullptr);
+        const pi_gpu_product second = product(stream_.rows(layer_.predictor_fc2), buffers_.logits);
         device_.call(&pi_gpu_api::multiply, &second, 1u, static_cast<const float *>(buffers_.hidden),
-                     n_tokens);
+                     n_tokens, nullptr);
         device_.call(&pi_gpu_api::mask, static_cast<const float *>(buffers_.logits), n_tokens, config_.n_ff,
                      args_.sparse_threshold, buffers_.mask + uint64_t{begin} * mask_words(config_));
     }
@@ -99,14 +83,39 @@ class Ffn {
         return stream_.rows(matrix, args_.neuron_begin, args_.neuron_end);
     }
 
+    static pi_gpu_product product(const pi_gpu_rows &rows, float *out, uint32_t add = 0) {
+        return {rows, nullptr, out, add, 0};
+    }
+    const pi_gpu_norm *norm() const { return norm_ ? &*norm_ : nullptr; }
+    const float *input(uint32_t token) const {
+        return (norm_ ? args_.residual : args_.normed) + uint64_t{token} * config_.n_embd;
+    }
+
+    // Down of the activations [n_tokens, n] in buffers_.gate, which are recorded.
+    void down(uint32_t begin, uint32_t n_tokens) {
+        for (uint32_t t = 0; t < n_tokens; ++t)
+            record(begin + t, buffers_.gate + uint64_t{t} * n_);
+        const uint32_t add = args_.add_to == nullptr ? 0 : 1;
+        float *out = (add == 0 ? args_.out : args_.add_to) + uint64_t{begin} * config_.n_embd;
+        const float *activations = buffers_.gate;
+        if (config_.sparse_layout) {
+            const pi_gpu_rows rows = neurons(layer_.down_t);
+            device_.call(&pi_gpu_api::multiply_transposed, &rows, activations, n_tokens, add, out);
+        } else {
+            const Matrix columns = layer_.down.columns(args_.neuron_begin, args_.neuron_end);
+            const pi_gpu_product down = product(stream_.rows(columns), out, add);
+            device_.call(&pi_gpu_api::multiply, &down, 1u, activations, n_tokens, nullptr);
+        }
+    }
+
     // Neurons whose activation is not 0, into the caller's record: whole bytes, which no other range shares.
-    void record(uint32_t token, const pi_gpu_list *list, const float *activations) {
+    void record(uint32_t token, const float *activations) {
         if (args_.fired == nullptr)
             return;
         const uint64_t n_bytes = (n_ + 7) / 8;
         uint64_t *words = buffers_.words + token * ((n_ + 63) / 64);
         device_.call(&pi_gpu_api::zero, static_cast<void *>(words), (n_ + 63) / 64 * sizeof(uint64_t));
-        device_.call(&pi_gpu_api::record, list, n_, activations, words);
+        device_.call(&pi_gpu_api::record, activations, n_, words);
         auto *host = reinterpret_cast<uint8_t *>(args_.fired + token * args_.fired_stride);
         device_.call(&pi_gpu_api::download, static_cast<const void *>(words), n_bytes,
                      static_cast<void *>(host + args_.neuron_begin / 8));
@@ -119,6 +128,7 @@ class Ffn {
     const ModelConfig &config_;
     const uint32_t n_;
     const GpuFfnBuffers &buffers_;
+    const std::optional<pi_gpu_norm> norm_;
 };
 
 // Calls run(begin, end) for the runs of neighbours that `same` puts together, of at most `most` tokens.
@@ -148,11 +158,11 @@ void gpu_ffn_range(GpuStream &stream, const FfnArgs &args) {
     stream.counts = args.counts;
     const auto same = [&](uint32_t a, uint32_t b) { return args.modes[a] == args.modes[b]; };
     for_runs(args.n_tokens, args.n_tokens, same, [&](uint32_t begin, uint32_t end) {
-        const bool few = args.modes[begin] == PI_FFN_EXACT && end - begin <= sparse_tokens;
-        if (!is_masked(args, begin) && !few)
+        const uint32_t few = args.modes[begin] == PI_FFN_EXACT ? sparse_tokens : 1;
+        if (!is_masked(args, begin) && end - begin > few)
             return ffn.dense(begin, end - begin);
         for (uint32_t token = begin; token < end; ++token)
-            ffn.sparse(token);
+            ffn.single(token);
     });
 }
 

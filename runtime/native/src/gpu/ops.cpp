@@ -61,18 +61,19 @@ void rms_norm(GpuStream &stream, const float *x, const float *gain, uint32_t n_r
     stream.device.call(&pi_gpu_api::rms_norm, x, stream.vector(gain), n_rows, n, eps, out);
 }
 
-void matmul(GpuStream &stream, std::span<const Product> products, const float *x, const uint32_t *,
-            uint32_t n_tokens) {
+void matmul(GpuStream &stream, std::span<const Product> products, const float *x, const InputNorm *norm,
+            const uint32_t *, uint32_t n_tokens) {
     pi_gpu_product on_device[PI_GPU_MAX_PRODUCTS];
     if (products.size() > PI_GPU_MAX_PRODUCTS)
         throw Error(PI_FAILURE, "too many products of one input");
     for (size_t i = 0; i < products.size(); ++i) {
         const Product &product = products[i];
         on_device[i] = {stream.rows(*product.matrix, product.row_begin, product.row_end),
-                        stream.vector(product.bias), product.out};
+                        stream.vector(product.bias), product.out, product.add ? 1u : 0u, 0u};
     }
+    const std::optional<pi_gpu_norm> normed = stream.norm(norm);
     stream.device.call(&pi_gpu_api::multiply, static_cast<const pi_gpu_product *>(on_device),
-                       static_cast<uint32_t>(products.size()), x, n_tokens);
+                       static_cast<uint32_t>(products.size()), x, n_tokens, normed ? &*normed : nullptr);
 }
 
 void add(GpuStream &stream, const float *x, uint64_t n, float *y) {

@@ -164,9 +164,6 @@ void GpuStream::make_buffers(const ModelConfig &config, const pi_model &model, c
     ffn.hidden = device.allocate<float>(together * rank);
     ffn.logits = device.allocate<float>(together * n_ff);
     ffn.mask = device.allocate<uint32_t>(n * ((n_ff + 31) / 32));
-    ffn.coef = device.allocate<float>(n_ff);
-    ffn.candidates = {device.allocate<int32_t>(n_ff), nullptr, device.allocate<uint32_t>(1)};
-    ffn.fired = {device.allocate<int32_t>(n_ff), device.allocate<float>(n_ff), device.allocate<uint32_t>(1)};
     ffn.words = device.allocate<uint64_t>(n * ((n_ff + 63) / 64));
     ffn.counts = device.allocate<uint64_t>(2);
     device.call(&pi_gpu_api::zero, static_cast<void *>(ffn.counts), uint64_t{2} * sizeof(uint64_t));

@@ -8,6 +8,7 @@
 #include "library.h"
 
 #include <map>
+#include <optional>
 
 namespace pi {
 
@@ -38,8 +39,6 @@ struct GpuFfnBuffers {
     float *hidden;    // [predicted_together, rank] of the predictor
     float *logits;    // [predicted_together, n_ff]
     uint32_t *mask;   // [max_tokens, ceil(n_ff / 32)] neurons that it names
-    float *coef;      // [n_ff]
-    pi_gpu_list candidates, fired;
     uint64_t *words;  // [max_tokens, words] neurons that fired
     uint64_t *counts; // [2] guessed, active
 };
@@ -59,6 +58,11 @@ struct GpuStream final : Stream {
     pi_gpu_rows rows(const Matrix &matrix, uint64_t begin, uint64_t end) const;
     pi_gpu_rows rows(const Matrix &matrix) const { return rows(matrix, 0, matrix.n_rows); }
     const float *vector(const float *host) const { return host == nullptr ? nullptr : vectors_.at(host); }
+    // As the device library takes it; none for null.
+    std::optional<pi_gpu_norm> norm(const InputNorm *norm) const {
+        return norm == nullptr ? std::nullopt
+                               : std::optional<pi_gpu_norm>({vector(norm->gain), norm->eps, norm->out});
+    }
     // Copies small host arrays to the device's place for them.
     const uint32_t *indices(const void *host, uint32_t n);
 
