@@ -264,7 +264,7 @@ def test_neurons_of_a_token(
         for k, d in zip(kinds, data, strict=True)
     )
     fires = let_through & ((gate > threshold) if activation == RELU else True)
-    act = gate if activation == RELU else gate / (1 + np.exp(-gate))
+    act = gate if activation == RELU else gate / (1 + np.exp(-np.maximum(gate, -500)))
     want = np.where(fires, act * up, 0)
     got = device.get(out, n_rows)
     # Both factors are as exact as other products of single vectors.
