@@ -47,6 +47,7 @@ constexpr pi_kernels make_table(const char *name, int (*usable)(void)) {
         .gemm_panel = gemm_panel,
         .attend_f32 = attend<F32Value>,
         .attend_f16 = attend<F16Value>,
+        .rounded_queries = 0,
         .to_half = to_half,
     };
 }

@@ -10,7 +10,7 @@
 namespace pi {
 namespace {
 
-constexpr uint32_t max_tile_queries = 64; // query rows that share a pass over the pages
+constexpr uint32_t max_tile_queries = 128; // query rows that share a pass over the pages
 constexpr uint32_t query_group = 8;       // that kernels take together: tiles are multiples where they can be
 constexpr uint32_t span_pages = 16;       // of a split long context, for steps of few tokens
 constexpr uint32_t split_tokens = gemv_tokens;
@@ -21,6 +21,12 @@ struct Tile {
     uint32_t page_begin;
     uint32_t page_end;
     uint32_t partial; // index of the tile's first result row: rows [head][token][group head]
+};
+
+// One KV head of a tile.
+struct Task {
+    const Tile &tile;
+    uint32_t kv_head;
 };
 
 // Running softmax results of one query row.
@@ -79,11 +85,15 @@ class Attention {
     void run() {
         const int64_t n_tasks = static_cast<int64_t>(tiles_.size()) * config_.n_kv_heads;
         stream_.pool.run(n_tasks, [this, n_tasks](int64_t task, uint32_t thread) {
-            const auto index = static_cast<uint32_t>(n_tasks - 1 - task); // the longest first
-            attend_tile(tiles_[index / config_.n_kv_heads], index % config_.n_kv_heads, thread);
+            const int64_t index = n_tasks - 1 - task; // the longest first
+            attend_tile(task_at(index), task_at(std::max<int64_t>(index - stream_.pool.n_threads(), 0)),
+                        thread);
         });
-        for (size_t i = 0; i < tiles_.size();)
-            i = merge(i);
+        stream_.pool.run(static_cast<int64_t>(tiles_.size()), [this](int64_t tile, uint32_t) {
+            const auto first = static_cast<size_t>(tile);
+            if (first == 0 || tiles_[first].token_begin != tiles_[first - 1].token_begin)
+                merge(first);
+        });
     }
 
   private:
@@ -108,11 +118,18 @@ class Attention {
         return queries;
     }
 
-    void attend_tile(const Tile &tile, uint32_t kv_head, uint32_t thread) const {
+    Task task_at(int64_t index) const {
+        const auto i = static_cast<uint32_t>(index);
+        return {tiles_[i / config_.n_kv_heads], i % config_.n_kv_heads};
+    }
+
+    // next: what this thread is likely to do then.
+    void attend_tile(const Task &task, const Task &next, uint32_t thread) const {
+        const Tile &tile = task.tile;
         const uint32_t n_q = (tile.token_end - tile.token_begin) * group_;
-        const uint64_t row = row_of(tile, kv_head);
+        const uint64_t row = row_of(tile, task.kv_head);
         pi_attend work{};
-        work.q = gather_queries(tile, kv_head, thread);
+        work.q = gather_queries(tile, task.kv_head, thread);
         work.out = partials_.out + row * config_.head_dim;
         work.peak = partials_.peak + row;
         work.sum = partials_.sum + row;
@@ -124,33 +141,41 @@ class Attention {
         uint32_t *visible = visible_ + thread * visible_words();
         for (uint32_t page = tile.page_begin; page < tile.page_end; page += PI_ATTEND_PAGES) {
             work.n_pages = std::min<uint32_t>(PI_ATTEND_PAGES, tile.page_end - page);
-            attend_pages(tile, kv_head, page, visible, work);
+            attend_pages(task, next, page, visible, work);
         }
     }
 
-    // Pages [first, first + work.n_pages) of the tile's sequence; visible: room for [n_pages, n_q].
-    void attend_pages(const Tile &tile, uint32_t kv_head, uint32_t first, uint32_t *visible,
+    // Where the keys of a head of a page are; the values follow.
+    const uint8_t *keys(const Task &task, uint32_t page) const {
+        const uint32_t position = page * PI_PAGE;
+        const uint32_t at = args_.cache->page_of(step_.sequences[task.tile.token_begin], position);
+        return args_.cache->head(args_.layer, at, task.kv_head);
+    }
+
+    // Pages [first, first + work.n_pages) of the task's sequence; visible: room for [n_pages, n_q].
+    void attend_pages(const Task &task, const Task &next, uint32_t first, uint32_t *visible,
                       pi_attend &work) const {
-        const KvCache &cache = *args_.cache;
+        const Tile &tile = task.tile;
         work.visible = visible;
         for (uint32_t i = 0; i < work.n_pages; ++i) {
             for (uint32_t token = tile.token_begin; token < tile.token_end; ++token, visible += group_)
                 std::fill_n(visible, group_, step_.visible(token, first + i));
         }
         for (uint32_t i = 0; i < PI_ATTEND_PAGES + PI_ATTEND_AHEAD; ++i) {
-            const uint32_t page = std::min(first + i, tile.page_end - 1);
-            const uint32_t at = cache.page_of(step_.sequences[tile.token_begin], page * PI_PAGE);
-            const uint8_t *head = cache.head(args_.layer, at, kv_head);
+            const uint32_t page = first + i, beyond = page - std::min(page, tile.page_end);
+            const uint8_t *head =
+                page < tile.page_end
+                    ? keys(task, page)
+                    : keys(next, std::min(next.tile.page_begin + beyond, next.tile.page_end - 1));
             work.k[i] = head;
-            work.v[i] = head + cache.shape().half_bytes();
+            work.v[i] = head + args_.cache->shape().half_bytes();
         }
-        cache.shape().element_bytes == 4 ? stream_.kernels.attend_f32(&work)
-                                         : stream_.kernels.attend_f16(&work);
+        args_.cache->shape().element_bytes == 4 ? stream_.kernels.attend_f32(&work)
+                                                : stream_.kernels.attend_f16(&work);
     }
 
-    // Merges the spans of the tile at `first` into the output; returns the index of the next tile of other
-    // tokens.
-    size_t merge(size_t first) const {
+    // Merges the spans of the tile at `first` into the output.
+    void merge(size_t first) const {
         size_t end = first;
         while (end < tiles_.size() && tiles_[end].token_begin == tiles_[first].token_begin)
             ++end;
@@ -162,28 +187,26 @@ class Attention {
                 merge_row({tiles_.data() + first, end - first}, row, tile.token_begin + t, head);
             }
         }
-        return end;
     }
 
     void merge_row(std::span<const Tile> spans, uint64_t row, uint32_t token, uint32_t head) const {
         float peak = -std::numeric_limits<float>::infinity();
         for (const Tile &span : spans)
             peak = std::max(peak, partials_.peak[span.partial + row]);
+        const auto weight = [&](const Tile &span) {
+            return std::exp(partials_.peak[span.partial + row] - peak);
+        };
+        float sum = 0;
+        for (const Tile &span : spans)
+            sum += partials_.sum[span.partial + row] * weight(span);
         float *out = args_.out + uint64_t{token} * config_.n_embd_q() + uint64_t{head} * config_.head_dim;
         std::fill_n(out, config_.head_dim, 0.0f);
-        float sum = 0;
         for (const Tile &span : spans) {
-            const uint64_t index = span.partial + row;
-            if (partials_.sum[index] == 0)
-                continue; // nothing visible in this span
-            const float weight = std::exp(partials_.peak[index] - peak);
-            sum += weight * partials_.sum[index];
-            const float *part = partials_.out + index * config_.head_dim;
+            const float *part = partials_.out + (span.partial + row) * config_.head_dim;
+            const float share = weight(span) / sum; // 0 where nothing is visible in the span
             for (uint32_t i = 0; i < config_.head_dim; ++i)
-                out[i] += weight * part[i];
+                out[i] += share * part[i];
         }
-        for (uint32_t i = 0; i < config_.head_dim; ++i)
-            out[i] /= sum;
         if (args_.lse != nullptr)
             args_.lse[uint64_t{token} * config_.n_heads + head] = peak + std::log(sum);
     }
