@@ -304,4 +304,5 @@ inline __m128 sum_dots(vdots dots) {
 
 #include "simd/avx512_attention.inl"
 
-const pi_kernels pi_kernels_avx512 = with_pair_attention(with_many_q8(make_table("avx512", pi_cpu_has_avx512)));
+const pi_kernels pi_kernels_avx512 =
+    with_pair_attention(with_many_q8(make_table("avx512", pi_cpu_has_avx512)));
