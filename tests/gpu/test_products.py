@@ -22,6 +22,7 @@ from gpu.device import (
     Norm,
     Product,
     Rows,
+    opened,
 )
 
 UNIT = 2.0**-24
@@ -283,3 +284,36 @@ def test_neurons_of_a_token(
     assert n_masked == let_through.sum()
     if activation == RELU:
         assert abs(int(n_active) - int(fires.sum())) <= (~sure).sum()
+
+
+def large_products(device: Device) -> None:
+    n_rows, n_cols = 160, 512
+    data = random_rows("Q4_0", n_rows, n_cols, seed=20)
+    weights, rows = values_of("Q4_0", data, n_cols), device.rows("Q4_0", data, n_cols)
+    for n_tokens in (17, 130):
+        x, bias = some_x(n_tokens, n_cols), some_x(1, n_rows)[0]
+        x[3] *= np.float32(2.0**20)  # beyond float16
+        (got,) = multiply(device, [rows], x, [device.put(bias)])
+        close(got - bias, weights, x, halves=True)
+        h, before = some_x(n_tokens, n_rows), some_x(n_tokens, n_cols)
+        h[2] *= np.float32(2.0**20)
+        out = device.put(before)
+        device.multiply_transposed(ct.byref(rows), device.put(h), n_tokens, 1, out)
+        close(device.get(out, before.shape) - before, weights.T, h, halves=True)
+
+
+def test_large_products_by_cublaslt(device_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bounds as the own kernel; without the library an error that says so."""
+    monkeypatch.setenv("PI_GPU_GEMM", "own")
+    with opened(device_name) as device:
+        large_products(device)
+    monkeypatch.setenv("PI_GPU_GEMM", "none")
+    with pytest.raises(DeviceError, match="neither own nor cublaslt"), opened(device_name):
+        pass
+    monkeypatch.setenv("PI_GPU_GEMM", "cublaslt")
+    try:
+        with opened(device_name) as device:
+            large_products(device)
+    except DeviceError as failure:
+        if "libcublasLt" not in str(failure):
+            raise

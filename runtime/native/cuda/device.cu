@@ -1,4 +1,5 @@
 // device.cu: opening a device, its memory under the budget, copies, and how failures are told.
+#include "cublaslt.h"
 #include "device.cuh"
 #include "memory.h"
 #include "operations.h"
@@ -84,6 +85,8 @@ uint64_t make_context(int ordinal) {
     const uint64_t before = memory.n_bytes();
     check(cudaSetDevice(ordinal), "opening the device");
     check(cudaFree(nullptr), "making a CUDA context");
+    if (CublasLt::is_wanted())
+        static_cast<void>(CublasLt()); // its kernels are loaded too, and count as the context's
     const uint64_t after = memory.n_bytes();
     const bool measured = before != 0 && after >= before + smallest_context_bytes;
     const uint64_t n_bytes = measured ? after - before : context_reserve_bytes;
@@ -103,6 +106,7 @@ void close_device(pi_gpu *gpu) {
     if (gpu->stream != nullptr)
         cudaStreamSynchronize(gpu->stream);
     delete gpu->arena;
+    delete gpu->cublaslt;
     for (int i = 0; i < 2; ++i) {
         if (gpu->staged[i] != nullptr)
             cudaEventDestroy(gpu->staged[i]);
@@ -142,6 +146,7 @@ pi_gpu *open_device(uint32_t ordinal, uint64_t budget_bytes) {
         throw Failure{PI_DOES_NOT_FIT, "the CUDA context alone takes " + mebibytes(gpu->context_bytes) +
                                            ", the budget is " + mebibytes(gpu->budget_bytes)};
     check(cudaStreamCreateWithFlags(&gpu->stream, cudaStreamNonBlocking), "making a stream");
+    gpu->cublaslt = CublasLt::is_wanted() ? new CublasLt : nullptr;
     gpu->arena = new Arena(gpu->ordinal, total_bytes);
     for (int i = 0; i < 2; ++i) {
         check(cudaMallocHost(&gpu->staging[i], pi_gpu::staging_bytes), "pinning host memory");

@@ -12,6 +12,7 @@
 namespace pi_cuda {
 
 class Arena;
+class CublasLt;
 
 // A failure on its way to the caller: status and text, turned into a return value by guarded().
 struct Failure {
@@ -54,6 +55,7 @@ struct pi_gpu {
     uint64_t context_bytes = 0;
     cudaStream_t stream = nullptr;
     pi_cuda::Arena *arena = nullptr;
+    pi_cuda::CublasLt *cublaslt = nullptr; // for large products; null: the kernels here
 
     static constexpr uint64_t staging_bytes = 16u << 20;
     void *staging[2] = {}; // pinned host memory

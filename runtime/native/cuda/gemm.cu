@@ -1,5 +1,6 @@
 // gemm.cu: large products on the matrix units, float16 with float32 sums: 128 tokens x 128 outputs a block,
 // 64 x 32 a warp, two stages of 32 in shared memory.
+#include "cublaslt.h"
 #include "mma.cuh"
 #include "rows.cuh"
 
@@ -178,6 +179,8 @@ Halves to_halves(pi_gpu &gpu, const float *x, uint32_t n_tokens, uint32_t n) {
 }
 
 void run_gemm(pi_gpu &gpu, const Gemm &work) {
+    if (gpu.cublaslt != nullptr && gpu.cublaslt->run(gpu, work))
+        return;
     const dim3 grid(ceil_div(work.n_out, tile), ceil_div(work.x.n_tokens, tile));
     launch("a matrix product", gpu, work.transposed ? gemm_kernel<true> : gemm_kernel<false>, grid, n_threads,
            0, work);
