@@ -79,6 +79,19 @@ class Stats:
         return self.neurons_guessed / self.neurons_total if self.neurons_total else 1.0
 
 
+@dataclass(frozen=True)
+class LayerTimes:
+    """What the sides of one layer did, in nanoseconds summed over steps; the GPU's by its own clock."""
+
+    n_steps: int
+    cpu_ns: int  # the CPU computed: the layer, or its neurons of a split one
+    cpu_wait_ns: int  # it waited for what the GPU posts
+    gpu_ns: int  # the GPU computed, but for pulled neurons
+    pull_ns: int  # it computed pulled neurons
+    gpu_wait_ns: int  # it waited for the CPU's share, the way there and back included
+    handover_ns: int  # of gpu_wait_ns, that way: neither side computed
+
+
 class Engine(NativeHandle):
     """The native engine of an open file, which must outlive it."""
 
@@ -173,6 +186,17 @@ class Engine(NativeHandle):
         names = [name for name in Stats.__dataclass_fields__ if name not in texts]
         fields: dict[str, Any] = {name: getattr(native, name) for name in names}
         return Stats(**fields | texts)
+
+    def time_layers(self, on: bool) -> None:
+        """Turn the timing of layers on, from zero, or off."""
+        self._library.pi_engine_set_timing(self.handle, on)
+
+    def layer_times(self) -> list[LayerTimes]:
+        """Return what the sides of every layer did since its timing began."""
+        times = (native_lib.LayerTimes * self.n_layers)()
+        self._library.pi_engine_layer_times(self.handle, times)
+        names = LayerTimes.__dataclass_fields__
+        return [LayerTimes(**{name: getattr(one, name) for name in names}) for one in times]
 
     def reset_stats(self) -> None:
         """Set the counters to zero."""

@@ -15,69 +15,35 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from powerinfer_toolkit import console
 from powerinfer_toolkit.errors import DoesNotFit, ExitCode, PiError, UsageError
+
+# One import of what this module hands on.
+# isort: off
 from powerinfer_toolkit.runtime.native_structs import (
     STRUCTS as STRUCTS,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     AbortFn as AbortFn,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     Batch as Batch,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     BytePtr as BytePtr,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     FloatPtr as FloatPtr,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     GpuDevice as GpuDevice,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     Handle as Handle,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     HandlePtr as HandlePtr,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     Int32Ptr as Int32Ptr,
-)
-from powerinfer_toolkit.runtime.native_structs import (
+    LayerTimes as LayerTimes,
     LogFn as LogFn,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     ModelConfig as ModelConfig,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     Plan as Plan,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     SamplerParams as SamplerParams,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     Stats as Stats,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     StringPtr as StringPtr,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     TensorInfo as TensorInfo,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     Tier as Tier,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     UInt32Ptr as UInt32Ptr,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     UInt64Ptr as UInt64Ptr,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     Unit as Unit,
-)
-from powerinfer_toolkit.runtime.native_structs import (
     Value as Value,
 )
+
+# isort: on
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,6 +93,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
         _STATUS,
         [Handle, ct.POINTER(ct.c_uint32), ct.POINTER(ct.c_uint32), ct.POINTER(UInt64Ptr)],
     ),
+    "pi_engine_set_timing": (_STATUS, [Handle, _U32]),
+    "pi_engine_layer_times": (_STATUS, [Handle, ct.POINTER(LayerTimes)]),
     "pi_engine_stats": (_STATUS, [Handle, ct.POINTER(Stats)]),
     "pi_engine_reset_stats": (_STATUS, [Handle]),
     "pi_kv_length": (_STATUS, [Handle, _I32, UInt32Ptr]),

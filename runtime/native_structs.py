@@ -166,6 +166,20 @@ class Stats(_Sized):
     )
 
 
+class LayerTimes(ct.Structure):
+    """pi_layer_times: what the sides of a layer did, in nanoseconds summed over steps."""
+
+    _fields_ = (
+        ("n_steps", ct.c_uint64),
+        ("cpu_ns", ct.c_uint64),
+        ("cpu_wait_ns", ct.c_uint64),
+        ("gpu_ns", ct.c_uint64),
+        ("pull_ns", ct.c_uint64),
+        ("gpu_wait_ns", ct.c_uint64),
+        ("handover_ns", ct.c_uint64),
+    )
+
+
 class GpuDevice(_Sized):
     """pi_gpu_device: a GPU and its memory."""
 
@@ -207,6 +221,7 @@ STRUCTS: dict[str, type[ct.Structure]] = {
     "pi_plan": Plan,
     "pi_batch": Batch,
     "pi_stats": Stats,
+    "pi_layer_times": LayerTimes,
     "pi_gpu_device": GpuDevice,
     "pi_sampler_params": SamplerParams,
 }

@@ -216,6 +216,7 @@ class Api(ct.Structure):
         ("waits", _function(Ptr, ct.POINTER(U32), ct.POINTER(U32))),
         ("post", _function(Ptr, ct.POINTER(Post))),
         ("merge", _function(Ptr, ct.POINTER(Merge))),
+        ("stamp", _function(Ptr, Ptr)),
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpu.device import FLAG_STRIDE, U32, Device, Merge, Post, Ptr, library_path
-from gpu.hybrid import SMALL, opened, options, small_file
+from gpu.hybrid import CPU_LAYER, SMALL, opened, options, small_file
 from gpu.models import has_driver
 from parity.steps import bits, run_chunks
 from powerinfer_toolkit.errors import ExitCode, PiError
@@ -147,6 +147,35 @@ def test_a_device_that_posts_nothing_is_an_error(path: Path, way: HandOver) -> N
                 model.engine.run(ONE_MORE)
         finally:
             emulator().emulator_stall(0)
+
+
+@pytest.mark.parametrize("way", [HandOver.SPIN, HandOver.EVENT])
+def test_layers_are_timed(path: Path, way: HandOver) -> None:
+    """What each side did; steps are the same with and without."""
+    ranges = (CPU_LAYER, (32, 96), (0, N))
+    with opened(path, options("predicted"), ranges, handover=way) as model:
+        want = bits(decoded(model))
+        assert all(times.n_steps == 0 for times in model.engine.layer_times())
+        model.engine.time_layers(True)
+        model.engine.kv_truncate(0, 0)
+        begin = time.perf_counter_ns()
+        assert bits(decoded(model)) == want
+        took = time.perf_counter_ns() - begin
+        on_cpu, split, pulled = model.engine.layer_times()
+        assert {times.n_steps for times in (on_cpu, split, pulled)} == {1 + len(TOKENS) - 6}
+        assert on_cpu.cpu_ns > 0
+        assert on_cpu.gpu_ns + on_cpu.cpu_wait_ns + on_cpu.gpu_wait_ns == 0
+        assert min(split.cpu_ns, split.cpu_wait_ns, split.gpu_ns, split.pull_ns) > 0
+        assert split.gpu_wait_ns >= split.handover_ns
+        assert pulled.cpu_ns + pulled.cpu_wait_ns + pulled.handover_ns == 0
+        assert pulled.pull_ns > 0
+        for times in (on_cpu, split, pulled):
+            assert times.gpu_ns + times.pull_ns + times.gpu_wait_ns < took
+            assert times.cpu_ns + times.cpu_wait_ns < took
+        model.engine.time_layers(False)
+        model.engine.kv_truncate(0, 0)
+        assert bits(decoded(model)) == want
+        assert all(times.n_steps == 0 for times in model.engine.layer_times())
 
 
 # ---- the device's operations ------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ const pi_gpu_api api = {
     .waits = pi_cuda::waits,
     .post = pi_cuda::post,
     .merge = pi_cuda::merge,
+    .stamp = pi_cuda::stamp,
 };
 
 } // namespace

@@ -63,14 +63,11 @@ __device__ bool await_answer(const pi_gpu_merge &work) {
 
 __global__ void merge_kernel(const __grid_constant__ pi_gpu_merge work) {
     __shared__ uint32_t ready;
-    const bool stamps = work.stamp != nullptr && blockIdx.x == 0 && threadIdx.x == 0;
-    if (stamps)
-        work.stamp[0] = global_time_ns();
     if (threadIdx.x == 0)
         ready = work.answer == nullptr || await_answer(work) ? 1 : 0;
     __syncthreads();
-    if (stamps)
-        work.stamp[1] = global_time_ns();
+    if (work.stamp != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+        *work.stamp = global_time_ns();
     if (ready == 0)
         return;
     for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < work.n / 4;
@@ -89,6 +86,11 @@ __global__ void merge_kernel(const __grid_constant__ pi_gpu_merge work) {
         float4 &y = reinterpret_cast<float4 *>(work.y)[i];
         y = {y.x + sum.x, y.y + sum.y, y.z + sum.z, y.w + sum.w};
     }
+}
+
+__global__ void stamp_kernel(uint64_t *at) {
+    if (threadIdx.x == 0)
+        *at = global_time_ns();
 }
 
 } // namespace
@@ -146,6 +148,11 @@ int32_t merge(pi_gpu *gpu, const pi_gpu_merge *work) {
             wait_for_value(device.stream, work->gate, 1);
         launch("merging shares", device, merge_kernel, blocks, merge_threads, 0, *work);
     });
+}
+
+int32_t stamp(pi_gpu *gpu, uint64_t *at) {
+    return operate(
+        gpu, [&](pi_gpu &device) { launch("reading the clock", device, stamp_kernel, 1, warp_size, 0, at); });
 }
 
 } // namespace pi_cuda

@@ -53,5 +53,6 @@ int32_t query(pi_gpu *, uint32_t *busy);
 int32_t waits(pi_gpu *, uint32_t *spin, uint32_t *gate);
 int32_t post(pi_gpu *, const pi_gpu_post *);
 int32_t merge(pi_gpu *, const pi_gpu_merge *);
+int32_t stamp(pi_gpu *, uint64_t *at);
 
 } // namespace pi_cuda

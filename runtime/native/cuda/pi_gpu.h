@@ -156,7 +156,7 @@ typedef struct pi_gpu_merge {
     const float *answer;   /* host memory, or NULL */
     uint64_t n;
     float *y;
-    uint64_t *stamp; /* host [2], or NULL: the device's clock before and after waiting */
+    uint64_t *stamp; /* host, or NULL: nanoseconds of the device's clock after waiting */
 } pi_gpu_merge;
 
 typedef struct pi_gpu_api {
@@ -256,6 +256,8 @@ typedef struct pi_gpu_api {
     int32_t (*waits)(pi_gpu *, uint32_t *spin, uint32_t *gate);
     int32_t (*post)(pi_gpu *, const pi_gpu_post *);
     int32_t (*merge)(pi_gpu *, const pi_gpu_merge *);
+    /* *at, host memory, becomes the device's clock once what is queued before is done. */
+    int32_t (*stamp)(pi_gpu *, uint64_t *at);
 } pi_gpu_api;
 
 /* The library's one export; NULL where it was built for another version of this interface. */

@@ -248,6 +248,17 @@ typedef struct pi_stats {
     uint32_t reserved;
 } pi_stats;
 
+/* Of one layer, in nanoseconds summed over the steps since its timing began; the GPU's by its own clock. */
+typedef struct pi_layer_times {
+    uint64_t n_steps;
+    uint64_t cpu_ns;      /* the CPU computed: the layer, or its neurons of a split one */
+    uint64_t cpu_wait_ns; /* it waited for what the GPU posts */
+    uint64_t gpu_ns;      /* the GPU computed, but for pulled neurons */
+    uint64_t pull_ns;     /* it computed pulled neurons */
+    uint64_t gpu_wait_ns; /* it waited for the CPU's share, the way there and back included */
+    uint64_t handover_ns; /* of gpu_wait_ns, that way: neither side computed */
+} pi_layer_times;
+
 PI_API pi_status pi_engine_create(pi_model *model, const pi_plan *plan, pi_engine **out);
 PI_API void pi_engine_free(pi_engine *engine); /* waits for a running step; NULL is allowed */
 PI_API pi_status pi_engine_set_abort(pi_engine *engine, pi_abort_fn callback, void *user);
@@ -270,6 +281,10 @@ PI_API pi_status pi_engine_set_recording(pi_engine *engine, uint32_t on);
  * layer had an activation other than 0. [n_tokens, n_layers, n_words], n_words = ceil(n_ff / 64). */
 PI_API pi_status pi_engine_fired(const pi_engine *engine, uint32_t *n_tokens, uint32_t *n_words,
                                  const uint64_t **data);
+/* Turns the timing of layers on, from zero, or off; it costs a split layer some microseconds. */
+PI_API pi_status pi_engine_set_timing(pi_engine *engine, uint32_t on);
+/* out: [n_layers]; zeros unless layers are timed. */
+PI_API pi_status pi_engine_layer_times(const pi_engine *engine, pi_layer_times *out);
 PI_API pi_status pi_engine_stats(const pi_engine *engine, pi_stats *out);
 PI_API pi_status pi_engine_reset_stats(pi_engine *engine);
 

@@ -82,6 +82,17 @@ pi_status pi_engine_fired(const pi_engine *engine, uint32_t *n_tokens, uint32_t 
     });
 }
 
+pi_status pi_engine_set_timing(pi_engine *engine, uint32_t on) {
+    return pi::guarded([&] { pi::require(engine, "engine").set_timing(on != 0); });
+}
+
+pi_status pi_engine_layer_times(const pi_engine *engine, pi_layer_times *out) {
+    return pi::guarded([&] {
+        const std::vector<pi_layer_times> times = pi::require(engine, "engine").layer_times();
+        std::copy(times.begin(), times.end(), &pi::require(out, "out"));
+    });
+}
+
 pi_status pi_engine_stats(const pi_engine *engine, pi_stats *out) {
     return pi::guarded([&] {
         pi::require_size(pi::require(out, "out"), "stats");

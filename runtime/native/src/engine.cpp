@@ -65,7 +65,7 @@ pi_engine::pi_engine(const pi_model &model, const pi_plan &plan)
     : model_(model), plan_(pi::check_plan(plan, model.config, model.weights)),
       placement_(pi::gpu_placement(plan_, model.config)), gpu_(open_gpu(model, plan_, placement_)),
       cpu_(open_cpu(model, plan_, placement_, plan.isa)),
-      cache_(make_cache(model, plan_, placement_, gpu_.get())) {
+      cache_(make_cache(model, plan_, placement_, gpu_.get())), times_(model.config.n_layers) {
     const pi::BlockedSignals blocked;
     driver_ = std::thread([this] { drive(); });
 }
@@ -167,6 +167,9 @@ void pi_engine::run_step() {
     counts_.guessed += counts.guessed;
     counts_.active += counts.active;
     n_tokens_ += step.n_tokens();
+    if (timing_)
+        times_.add(placement_, cpu_ == nullptr ? nullptr : cpu_->stream.stamps,
+                   gpu_ == nullptr ? nullptr : gpu_->stream.stamps);
 }
 
 pi_stats pi_engine::stats() const {
@@ -197,4 +200,19 @@ void pi_engine::reset_stats() {
 void pi_engine::set_recording(bool on) {
     const auto lock = lock_idle();
     recording_ = on;
+}
+
+void pi_engine::set_timing(bool on) {
+    const auto lock = lock_idle();
+    for (pi::Side *side : {cpu_.get(), gpu_.get()}) {
+        if (side != nullptr)
+            side->ops.time_layers(side->stream, on ? model_.config.n_layers : 0);
+    }
+    timing_ = on;
+    times_.clear();
+}
+
+std::vector<pi_layer_times> pi_engine::layer_times() const {
+    const auto lock = lock_idle();
+    return times_.all();
 }

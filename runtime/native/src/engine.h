@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward.h"
+#include "layer_times.h"
 
 #include <condition_variable>
 #include <memory>
@@ -42,6 +43,8 @@ struct pi_engine {
     pi_stats stats() const;
     void reset_stats();
     void set_recording(bool on);
+    void set_timing(bool on);
+    std::vector<pi_layer_times> layer_times() const;
 
   private:
     void drive();
@@ -59,6 +62,8 @@ struct pi_engine {
     uint64_t n_tokens_ = 0;
     pi::Results results_;
     bool recording_ = false;
+    bool timing_ = false;
+    pi::LayerTimes times_;
     bool device_lost_ = false;
 
     pi_abort_fn abort_callback_ = nullptr;

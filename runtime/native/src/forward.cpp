@@ -101,10 +101,12 @@ void Forward::queue(Side &side, uint32_t part, const Pass &pass, Answers answers
         return side.ops.embed(side.stream, model.weights.embedding, pass.step, side.buffers.residual);
     if (part > model.config.n_layers)
         return head(side, pass.step, 0);
+    side.ops.mark(side.stream, part - 1, Moment::begin);
     attention(side, pass.step, part - 1);
     if (is_split(part))
         return split_ffn(side, pass, part - 1, answers);
     ffn(side, pass, part - 1);
+    side.ops.mark(side.stream, part - 1, Moment::end);
 }
 
 void Forward::answer(uint32_t part, uint32_t end, const Pass &pass) const {

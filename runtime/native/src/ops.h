@@ -11,10 +11,20 @@
 
 namespace pi {
 
+// When a layer was begun and done in a step, in nanoseconds of the backend's clock. Of a split layer, on the
+// device's side: when it had posted, computed its own neurons, and those it pulls; and what the CPU measured.
+struct LayerStamps {
+    uint64_t begin, posted, hot, shares, end;
+    uint64_t cpu_wait_ns, cpu_ns;
+};
+
 // A backend's queue, with its threads or device and its scratch.
 struct Stream {
     virtual ~Stream() = default;
+    LayerStamps *stamps = nullptr; // [n_layers] there after synchronize(); null: layers are not timed
 };
+
+enum class Moment { begin, end };
 
 // out [n_tokens, row_end - row_begin] = x . rows^T (+ bias)
 struct Product {
@@ -131,6 +141,11 @@ struct Ops {
     void (*log_probabilities)(Stream &, const float *logits, uint32_t n_rows, uint32_t n_vocab,
                               const int32_t *targets, float *host);
     void (*synchronize)(Stream &);
+
+    // Layers are timed from the next step on, or not (0).
+    void (*time_layers)(Stream &, uint32_t n_layers);
+    // Where layers are timed: a layer begins or ends here.
+    void (*mark)(Stream &, uint32_t layer, Moment);
 };
 
 struct Backend {

@@ -4,6 +4,7 @@
 #include "stream.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -149,6 +150,20 @@ void log_probabilities(CpuStream &stream, const float *logits, uint32_t n_rows, 
 
 void synchronize(CpuStream &) {} // every operation is done when it returns
 
+void time_layers(CpuStream &stream, uint32_t n_layers) {
+    stream.all_stamps.assign(n_layers, {});
+    stream.stamps = n_layers == 0 ? nullptr : stream.all_stamps.data();
+}
+
+void mark(CpuStream &stream, uint32_t layer, Moment moment) {
+    if (stream.stamps == nullptr)
+        return;
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+    LayerStamps &stamps = stream.stamps[layer];
+    (moment == Moment::begin ? stamps.begin : stamps.end) = static_cast<uint64_t>(ns);
+}
+
 // The table's entry for a function of this backend: the stream that an engine holds is the one opened here.
 template <auto function>
 struct Entry;
@@ -180,6 +195,8 @@ constexpr Ops cpu_ops = {
     .ffn = Entry<ffn>::call,
     .log_probabilities = Entry<log_probabilities>::call,
     .synchronize = Entry<synchronize>::call,
+    .time_layers = Entry<time_layers>::call,
+    .mark = Entry<mark>::call,
 };
 
 } // namespace

@@ -43,6 +43,7 @@ struct CpuStream final : Stream {
     Pool pool;
     const pi_kernels &kernels;
     const RopeAngles *angles = nullptr; // the step's
+    std::vector<LayerStamps> all_stamps;
     const bool int8_activations; // against quantised weights, as far as the kernels have it: see uses_int8
 
     QuantisedInput quantised;

@@ -9,14 +9,16 @@
 namespace pi {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // A side that waits longer than this for the other says so. Steps of many tokens take the CPU longer.
 constexpr std::chrono::seconds limit{5}, limit_of_many{60};
 constexpr uint32_t few_tokens = 16;
 constexpr std::chrono::milliseconds between_checks{20};
 constexpr int polls_between_clocks = 256;
 constexpr uint64_t floats_of_block = 2048; // that a block of the device posts: docs/LOG.md
+
+uint64_t nanoseconds(std::chrono::steady_clock::duration time) {
+    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(time).count());
+}
 
 std::chrono::seconds limit_for(uint32_t n_tokens) {
     return n_tokens <= few_tokens ? limit : limit_of_many;
@@ -120,8 +122,15 @@ void HandOver::queue_shares(const FfnArgs &args, uint32_t layer) {
         queue_post(args, layer);
     if (placed.n_hot > 0)
         gpu_ffn_range(stream_, range(args, 0, placed.n_hot, args.out));
+    stamp(layer, &LayerStamps::hot);
     if (placed.n_pull > placed.n_hot)
         gpu_ffn_range(stream_, range(args, placed.n_hot, placed.n_pull, pulled_));
+    stamp(layer, &LayerStamps::shares);
+}
+
+void HandOver::stamp(uint32_t layer, uint64_t LayerStamps::*moment) {
+    if (stream_.stamps != nullptr)
+        stream_.device.call(&pi_gpu_api::stamp, &(stream_.device_stamps[layer].*moment));
 }
 
 void HandOver::queue_post(const FfnArgs &args, uint32_t layer) {
@@ -142,6 +151,7 @@ void HandOver::queue_post(const FfnArgs &args, uint32_t layer) {
     post.mask_stride = n_words;
     post.mask_out_stride = mask_stride_;
     post.flags = reinterpret_cast<uint32_t *>(control_.device->posted);
+    post.stamp = stream_.stamps == nullptr ? nullptr : &stream_.device_stamps[layer].posted;
     stream_.device.call(&pi_gpu_api::post, static_cast<const pi_gpu_post *>(&post));
 }
 
@@ -161,6 +171,7 @@ void HandOver::queue_merge(const FfnArgs &args, uint32_t layer, float *residual)
     merge.answer = order_[layer] != 0 ? answer_.device : nullptr;
     merge.n = uint64_t{args.n_tokens} * config_.n_embd;
     merge.y = residual;
+    merge.stamp = stream_.stamps == nullptr ? nullptr : &stream_.device_stamps[layer].end;
     stream_.device.call(&pi_gpu_api::merge, static_cast<const pi_gpu_merge *>(&merge));
 }
 
@@ -192,10 +203,15 @@ Posted HandOver::await(uint32_t layer, uint32_t n_tokens, const std::function<vo
                                         std::to_string(limit_for(n_tokens).count()) + " s");
         }
     }
+    posted_at_ = Clock::now();
+    if (stream_.stamps != nullptr)
+        stream_.stamps[layer].cpu_wait_ns = nanoseconds(posted_at_ - begin);
     return {normed_.host, reinterpret_cast<const uint64_t *>(mask_.host), mask_stride_ / 2, answer_.host};
 }
 
 void HandOver::answer(uint32_t layer) {
+    if (stream_.stamps != nullptr)
+        stream_.stamps[layer].cpu_ns = nanoseconds(Clock::now() - posted_at_);
     write(control_.host->mail.value, uint64_t{value_of(layer)});
     write(gates_.host[order_[layer] - 1], 1u);
 }

@@ -24,6 +24,8 @@ struct Posted {
 };
 
 class HandOver {
+    using Clock = std::chrono::steady_clock;
+
   public:
     // Throws Error: no memory (PI_DOES_NOT_FIT), or a way that the plan asks for and the device does not
     // have.
@@ -82,6 +84,8 @@ class HandOver {
     void require_alive() const;
     FfnArgs range(const FfnArgs &args, uint32_t begin, uint32_t end, float *out) const;
     void queue_post(const FfnArgs &args, uint32_t layer);
+    // Where layers are timed: this moment of the layer is here.
+    void stamp(uint32_t layer, uint64_t LayerStamps::*moment);
 
     GpuStream &stream_;
     const ModelConfig &config_;
@@ -91,7 +95,8 @@ class HandOver {
     uint32_t base_ = 0;           // exchange k of this step has the value base_ + k
     uint32_t way_;
     bool silent_ = false;
-    uint32_t mask_stride_; // 32-bit words of a token, even
+    Clock::time_point posted_at_; // when the CPU saw the last post
+    uint32_t mask_stride_;        // 32-bit words of a token, even
     Shared<Control> control_;
     Shared<uint32_t> gates_; // [n_exchanges] CPU: not 0: answered; where the stream waits for that
     Shared<float> normed_;   // [max_tokens, n_embd]

@@ -31,7 +31,8 @@ void download(GpuStream &stream, const float *x, uint64_t n, float *host) {
 Graph begin_graph(GpuStream &stream, const GraphKey &key, FfnCounts &counts) {
     GraphKey whole = key;
     const auto at = static_cast<uint32_t>(stream.step.table - stream.step_buffers.words);
-    whole.insert(whole.end(), {at, stream.step.table_stride, stream.step.most_pages, stream.n_tiles});
+    whole.insert(whole.end(), {at, stream.step.table_stride, stream.step.most_pages, stream.n_tiles,
+                               stream.stamps != nullptr ? 1u : 0u});
     const Graph graph = stream.graphs.begin(whole, counts);
     if (graph == Graph::replayed)
         stream.counts = &counts;
@@ -128,6 +129,23 @@ void synchronize(GpuStream &stream) {
     }
 }
 
+void time_layers(GpuStream &stream, uint32_t n_layers) {
+    if (n_layers > 0 && stream.device_stamps == nullptr) {
+        const GpuDevice::Pinned memory = stream.pinned.allocate(n_layers * sizeof(LayerStamps));
+        stream.host_stamps = static_cast<LayerStamps *>(memory.host);
+        stream.device_stamps = static_cast<LayerStamps *>(memory.device);
+    }
+    stream.stamps = n_layers == 0 ? nullptr : stream.host_stamps;
+    std::fill_n(stream.host_stamps, n_layers, LayerStamps{});
+}
+
+void mark(GpuStream &stream, uint32_t layer, Moment moment) {
+    if (stream.stamps == nullptr)
+        return;
+    LayerStamps &stamps = stream.device_stamps[layer];
+    stream.device.call(&pi_gpu_api::stamp, moment == Moment::begin ? &stamps.begin : &stamps.end);
+}
+
 // Rows of the block table, one for each sequence of the step, and each token's row.
 struct Table {
     std::vector<uint32_t> pages;
@@ -214,6 +232,8 @@ constexpr Ops gpu_ops = {
     .ffn = Entry<gpu_ffn>::call,
     .log_probabilities = Entry<log_probabilities>::call,
     .synchronize = Entry<synchronize>::call,
+    .time_layers = Entry<time_layers>::call,
+    .mark = Entry<mark>::call,
 };
 
 // Arrays side by side, as one copy takes them to the device: at the same places whenever all sizes but the

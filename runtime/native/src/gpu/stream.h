@@ -82,8 +82,9 @@ struct GpuStream final : Stream {
     uint32_t n_tiles = 0;
     float *row_results = nullptr; // [max_tokens]
     uint32_t *index_buffer = nullptr;
-    std::unique_ptr<HandOver> hand_over; // where layers are split
-    FfnCounts *counts = nullptr;         // to be added to when the device is done
+    LayerStamps *host_stamps = nullptr, *device_stamps = nullptr; // [n_layers] once layers were timed
+    std::unique_ptr<HandOver> hand_over;                          // where layers are split
+    FfnCounts *counts = nullptr;                                  // to be added to when the device is done
     uint32_t max_tokens;
     uint32_t context_pages; // of a sequence
 
