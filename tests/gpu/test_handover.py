@@ -54,8 +54,10 @@ def asking(model: Model, interrupted: Callable[[], bool]) -> Iterator[None]:
     callback = native_lib.AbortFn(lambda _user: int(interrupted()))
     library = native_lib.load()
     library.pi_engine_set_abort(model.engine.handle, callback, None)
-    yield
-    library.pi_engine_set_abort(model.engine.handle, native_lib.AbortFn(), None)
+    try:
+        yield
+    finally:
+        library.pi_engine_set_abort(model.engine.handle, native_lib.AbortFn(), None)
 
 
 def decoded(model: Model) -> np.ndarray:

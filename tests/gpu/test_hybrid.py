@@ -8,6 +8,7 @@ larger ones round the device's activations and weights to float16 (MANY_TOKENS).
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -241,3 +242,31 @@ def test_refused_plans(path: Path, name: str) -> None:
     ranges, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         opened(path, options("exact"), ranges)
+
+
+def resident_bytes(path: Path) -> int:
+    """Of the file's maps, what is in this process's memory."""
+    total, here = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        if line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024 if here else 0
+        elif "-" in line.split(maxsplit=1)[0]:
+            here = line.endswith(str(path))
+    return total
+
+
+@pytest.mark.parametrize("ffn", ["dense", "exact"])
+def test_the_files_pages_of_the_device_are_dropped(tmp_path: Path, ffn: str) -> None:
+    """What is left are the CPU's neurons."""
+    n_ff, hot, n_embd = 8192, 6656, 256
+    shape = dataclasses.replace(SMALL, n_layers=2, n_embd=n_embd, n_ff=n_ff, ranks=())
+    path = small_file(tmp_path / "wide.gguf", shape)
+    cpu_bytes = shape.n_layers * 3 * (n_ff - hot) * n_embd * 4
+    slack = shape.n_layers * 3 * 2 * 2**21  # a range's edges lie in huge pages, at worst
+    with opened(path, options(ffn), ((hot, hot), (4096, hot))) as model:
+        assert resident_bytes(path) < 2**20
+        model.engine.run(Batch([5]))
+        # Exact mode reads only rows of up and down that fire.
+        least = cpu_bytes if ffn == "dense" else cpu_bytes // 3
+        assert least - 64 * 1024 < resident_bytes(path) < cpu_bytes + slack
+    assert path.stat().st_size > 1.3 * (cpu_bytes + slack)

@@ -75,6 +75,8 @@ Side &Forward::begin(const Pass &pass) const {
         if (side != nullptr)
             side->ops.begin_step(side->stream, cache, step, pass.angles);
     }
+    if (sides.hand_over != nullptr && sides.cpu != nullptr)
+        sides.cpu->ops.expect_shares(sides.cpu->stream, step.n_tokens() <= graph_tokens);
     Side &side = of_part(first_part(step));
     if (step.tokens.empty())
         side.ops.upload(side.stream, step.embeddings.data(), step.embeddings.size(), side.buffers.residual);

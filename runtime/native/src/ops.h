@@ -142,6 +142,9 @@ struct Ops {
                               const int32_t *targets, float *host);
     void (*synchronize)(Stream &);
 
+    // The CPU's shares of split layers come next, or no more; null: not this backend's.
+    void (*expect_shares)(Stream &, bool);
+
     // Layers are timed from the next step on, or not (0).
     void (*time_layers)(Stream &, uint32_t n_layers);
     // Where layers are timed: a layer begins or ends here.

@@ -10,13 +10,18 @@ namespace {
 
 // About 20 us: longer than the gap between two operations of a step, shorter than a scheduler's time slice.
 constexpr int spin_rounds = 1000;
+// About 2 ms, for workers that are to stay awake.
+constexpr int awake_rounds = 100 * spin_rounds;
+constexpr int rounds_between_yields = 64; // of those
 
 // Waits until `value` is no longer `old`; returns what it became.
-uint32_t wait_change(const std::atomic<uint32_t> &value, uint32_t old) {
-    for (int i = 0; i < spin_rounds; ++i) {
+uint32_t wait_change(const std::atomic<uint32_t> &value, uint32_t old, const std::atomic<bool> &awake) {
+    for (int i = 0; i < spin_rounds || (i < awake_rounds && awake.load(std::memory_order_relaxed)); ++i) {
         const uint32_t now = value.load(std::memory_order_acquire);
         if (now != old)
             return now;
+        if (i > spin_rounds && i % rounds_between_yields == 0)
+            std::this_thread::yield(); // somebody else may want the core
         cpu_pause();
     }
     value.wait(old, std::memory_order_acquire);
@@ -63,12 +68,12 @@ void Pool::dispatch(int64_t n_chunks, Call task_call, const void *task) {
     generation_.notify_all();
     drain(0);
     for (uint32_t busy = busy_.load(std::memory_order_acquire); busy != 0;)
-        busy = wait_change(busy_, busy);
+        busy = wait_change(busy_, busy, awake_);
 }
 
 void Pool::work(uint32_t thread) {
     for (uint32_t seen = 0;;) {
-        seen = wait_change(generation_, seen);
+        seen = wait_change(generation_, seen, awake_);
         if (stopping_)
             return;
         drain(thread);

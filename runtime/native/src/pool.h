@@ -28,6 +28,10 @@ class Pool {
 
     uint32_t n_threads() const { return static_cast<uint32_t>(workers_.size()) + 1; }
 
+    // Between jobs the workers stay awake for milliseconds, since waking them takes as long as a small job:
+    // for work that comes in short intervals from somewhere else.
+    void stay_awake(bool on) { awake_.store(on, std::memory_order_relaxed); }
+
     // Calls task(chunk, thread) for every chunk in [0, n_chunks), each once; returns when all are done. The
     // task must not throw. Not reentrant.
     template <typename Task>
@@ -57,6 +61,7 @@ class Pool {
     const void *task_ = nullptr;
     int64_t n_chunks_ = 0;
     bool stopping_ = false;
+    std::atomic<bool> awake_{false};
     alignas(64) std::atomic<int64_t> next_chunk_{0};
     alignas(64) std::atomic<uint32_t> generation_{0}; // raised once for every job
     alignas(64) std::atomic<uint32_t> busy_{0};       // workers still in the job

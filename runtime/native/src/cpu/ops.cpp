@@ -150,6 +150,10 @@ void log_probabilities(CpuStream &stream, const float *logits, uint32_t n_rows, 
 
 void synchronize(CpuStream &) {} // every operation is done when it returns
 
+void expect_shares(CpuStream &stream, bool on) {
+    stream.pool.stay_awake(on);
+}
+
 void time_layers(CpuStream &stream, uint32_t n_layers) {
     stream.all_stamps.assign(n_layers, {});
     stream.stamps = n_layers == 0 ? nullptr : stream.all_stamps.data();
@@ -195,6 +199,7 @@ constexpr Ops cpu_ops = {
     .ffn = Entry<ffn>::call,
     .log_probabilities = Entry<log_probabilities>::call,
     .synchronize = Entry<synchronize>::call,
+    .expect_shares = Entry<expect_shares>::call,
     .time_layers = Entry<time_layers>::call,
     .mark = Entry<mark>::call,
 };

@@ -232,6 +232,7 @@ constexpr Ops gpu_ops = {
     .ffn = Entry<gpu_ffn>::call,
     .log_probabilities = Entry<log_probabilities>::call,
     .synchronize = Entry<synchronize>::call,
+    .expect_shares = nullptr,
     .time_layers = Entry<time_layers>::call,
     .mark = Entry<mark>::call,
 };
