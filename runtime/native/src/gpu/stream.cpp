@@ -44,7 +44,7 @@ GpuStream::GpuStream(const pi_model &model, const Plan &plan, const GpuPlacement
     make_buffers(config, model, plan);
     if (placement.any_split())
         hand_over = std::make_unique<HandOver>(*this, config, placement, plan);
-    device.call(&pi_gpu_api::synchronize); // failures of the uploads belong here
+    device.call(&pi_gpu_api::synchronize);                  // failures of the uploads belong here
     file_.drop(file_.bytes().data(), file_.bytes().size()); // what reading brought in around them
 }
 

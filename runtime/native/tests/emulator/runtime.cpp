@@ -245,6 +245,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t) {
         for (const std::function<void()> &one : *work)
             one();
     });
+    emulator::flush_queue();
     return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
