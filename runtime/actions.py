@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from powerinfer_toolkit import console
 from powerinfer_toolkit.errors import PiError, UsageError
-from powerinfer_toolkit.runtime import native_lib, plan_report, report
+from powerinfer_toolkit.runtime import layer_report, native_lib, plan_report, report
 from powerinfer_toolkit.runtime.generate import Generation
 from powerinfer_toolkit.runtime.model import Model
 from powerinfer_toolkit.runtime.model_file import ModelFile
@@ -146,7 +146,8 @@ def print_generation(
     args: argparse.Namespace, model: Model, generation: Generation, load_seconds: float
 ) -> None:
     """Run a generation to its end: stream its text or print the JSON record, then say the timings."""
-    text = _stream(generation, io.StringIO() if args.json else sys.stdout)
+    timed = args.json or console.verbosity() >= console.VERBOSE
+    text = _stream(generation, io.StringIO() if args.json else sys.stdout, model if timed else None)
     if args.json:
         record = report.generation_record(model, generation, text, load_seconds)
         print(json.dumps(record, ensure_ascii=False))
@@ -158,14 +159,21 @@ def print_generation(
     console.detail(f"seed {generation.seed}, loaded in {load_seconds:.2f} s")
     stats = model.stats()
     if stats.device:
+        for line in layer_report.times_lines(layer_report.times_record(model)):
+            console.detail(line)
         console.detail(report.device_line(stats, model.plan))
     console.info(report.timing_line(generation, stats, model.plan.ffn_mode.name.lower()))
 
 
-def _stream(generation: Generation, out: TextIO) -> str:
-    """Write the text as it comes and return all of it; what came before Ctrl-C is flushed."""
-    pieces = []
+def _stream(generation: Generation, out: TextIO, timed: Model | None) -> str:
+    """Write the text as it comes and return all of it; what came before Ctrl-C is flushed.
+
+    The layers of `timed` are timed after the first token, which is the prompt's.
+    """
+    pieces: list[str] = []
     for token in generation:
+        if timed and timed.plan.uses_gpu and not pieces:
+            timed.engine.time_layers(True)
         pieces.append(token.text)
         out.write(token.text)
         out.flush()

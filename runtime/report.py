@@ -12,6 +12,7 @@ from typing import Any
 
 from powerinfer_toolkit.runtime.engine import Stats
 from powerinfer_toolkit.runtime.generate import Generation
+from powerinfer_toolkit.runtime.layer_report import times_record
 from powerinfer_toolkit.runtime.model import Model
 from powerinfer_toolkit.runtime.plan.plan import Plan
 from powerinfer_toolkit.runtime.plan.planner import format_bytes
@@ -65,6 +66,7 @@ def generation_record(
         "device": stats.device,
         "device_bytes": stats.device_bytes,
         "vram_budget_bytes": model.plan.vram_budget_bytes,
+        "layers": times_record(model),
     }
 
 

@@ -1,19 +1,22 @@
-"""What the planner decides, run: split models under budgets, their memory, and pi-bench's account of them (about 13 s)."""
+"""What the planner decides, run: split models under budgets, their memory, and pi-bench's account of them (about 25 s)."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gpu.models import Synth, options
+from gpu.models import MICRO, Synth, options
 from gpu.test_model import FEW_TOKENS, MANY_TOKENS, steps
 from parity.closeness import relative_l2
-from powerinfer_toolkit.runtime import bench
+from powerinfer_toolkit.gguf_format import TensorType
+from powerinfer_toolkit.runtime import bench, cli
 from powerinfer_toolkit.runtime.model import Model
 from powerinfer_toolkit.runtime.model_file import ModelFile
+from powerinfer_toolkit.runtime.plan import surroundings
 from powerinfer_toolkit.runtime.plan.bandwidth import Bandwidth
 from powerinfer_toolkit.runtime.plan.device import probe_device
 from powerinfer_toolkit.runtime.plan.gpu import plan_run
@@ -22,6 +25,8 @@ from powerinfer_toolkit.runtime.plan.need import gpu_need, memory_need
 from powerinfer_toolkit.runtime.plan.plan import Side, layer_places
 from powerinfer_toolkit.runtime.plan.planner import PlanOptions
 from powerinfer_toolkit.runtime.plan.profile import MachineProfile
+from powerinfer_toolkit.runtime.synth.shapes import SHAPES
+from powerinfer_toolkit.runtime.synth.write import SynthSettings, write_synth
 
 # So slow that even this model is worth a split, and something is pulled.
 SLOW = MachineProfile(9e11, 5e8, 4e8, 2e8, handover_seconds=1e-6)
@@ -69,9 +74,7 @@ def test_bench_sweeps_budgets(
     path = synth("q4_0")
     found = Bandwidth({1: 5e8}, "2026-01-31")
     monkeypatch.setattr(bench, "_bandwidth", lambda again: found)
-    monkeypatch.setattr(
-        "powerinfer_toolkit.runtime.plan.surroundings.machine_profile", lambda *_, **__: SLOW
-    )
+    monkeypatch.setattr(surroundings, "machine_profile", lambda *_, **__: SLOW)
     with ModelFile(path) as file:
         asked = PlanOptions(context=4, ffn="predicted")
         budgets = [budget_of(file, asked, share) for share in (0.3, 0.7, 1.0)]
@@ -88,3 +91,33 @@ def test_bench_sweeps_budgets(
     assert bounds == sorted(bounds)
     reads = [row["bytes_per_token"] for row in rows]
     np.testing.assert_allclose(reads, reads[0], rtol=0.02)
+
+
+def test_a_run_tells_what_its_sides_did(
+    device_library: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "texts.gguf"
+    monkeypatch.setitem(SHAPES, "texts", dataclasses.replace(MICRO, name="texts", n_vocab=320))
+    write_synth(SynthSettings("texts", path, TensorType.Q8_0))
+    monkeypatch.setattr(surroundings, "machine_profile", lambda *_, **__: SLOW)
+    asked = PlanOptions(context=64, ffn="predicted")
+    with ModelFile(path) as file:
+        budget = f"{budget_of(file, asked, 0.5) / 2**20}MiB"
+    flags = ["--ffn", "predicted", "-c", "64", "--vram-budget", budget, "-n", "4", "--ignore-eos"]
+    assert cli.main(["-m", str(path), "-p", "a", *flags, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert 0 < record["device_bytes"] <= record["vram_budget_bytes"]
+    assert [row["layer"] for row in record["layers"]] == [0, 1]
+    split = [row for row in record["layers"] if row["side"] == "split"]
+    assert split
+    for row in split:
+        assert row["waited"] in ("CPU", "GPU")
+        assert row["gpu_seconds"] > 0 < row["cpu_seconds"]
+        assert 0 <= row["handover_seconds"] <= row["gpu_wait_seconds"]
+    assert cli.main(["-m", str(path), "-p", "a", *flags, "-v"]) == 0
+    said = capsys.readouterr().err
+    assert "a token's layers: GPU" in said
+    assert "emulated device" in said or "NVIDIA" in said

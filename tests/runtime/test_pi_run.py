@@ -33,6 +33,7 @@ RECORD = {
     "device": str,
     "device_bytes": int,
     "vram_budget_bytes": int,
+    "layers": list,
 }
 
 
