@@ -139,6 +139,7 @@ void run(const char *path, uint32_t n_runs) {
     Device device{get(PI_GPU_ABI)};
     if (device.api == nullptr)
         throw std::runtime_error("the library has another interface");
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);
     device.check(device.api->open(0, 0, &device.gpu));
     device.check(device.api->reserve(device.gpu, 0, 0, 0, 64u << 20)); // room for graphs
     for (const uint32_t n_embd : {4096u, 5120u, 8192u}) {

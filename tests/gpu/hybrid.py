@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType as Type
 
 from parity import synthetic
 from parity.reference import Reference, Trace
@@ -32,10 +33,11 @@ def small_file(path: Path, shape: synthetic.Shape = SMALL, **keys: Any) -> Path:
     )
 
 
-def dense_file(path: Path) -> Path:
-    """The same sizes in the plain layout, SiLU."""
-    weights = synthetic.dense_layout(synthetic.random_weights(SMALL, seed=0))
-    return synthetic.write_gguf(path, SMALL, weights)
+def dense_file(path: Path, shape: synthetic.Shape = SMALL, down: Type = Type.F32) -> Path:
+    """The same sizes in the plain layout, SiLU; `down`: the type of ffn_down."""
+    weights = synthetic.dense_layout(synthetic.random_weights(shape, seed=0))
+    type_of = lambda name: down if "ffn_down" in name else Type.F32  # noqa: E731
+    return synthetic.write_gguf(path, shape, weights, type_of=type_of)
 
 
 def split_units(ranges: Sequence[Range], n_ff: int, predictors: bool) -> Iterator[Unit]:

@@ -9,10 +9,12 @@ larger ones round the device's activations and weights to float16 (MANY_TOKENS).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Type
 
 from gpu.hybrid import (
     CPU_LAYER,
@@ -23,6 +25,7 @@ from gpu.hybrid import (
     opened,
     options,
     small_file,
+    split_plan,
 )
 from gpu.models import Synth
 from gpu.test_model import FEW_TOKENS, MANY_TOKENS, NEXT, steps
@@ -32,6 +35,8 @@ from parity.steps import run_chunks
 from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.runtime.engine import Batch, FfnRule
 from powerinfer_toolkit.runtime.model import Model
+from powerinfer_toolkit.runtime.model_file import ModelFile
+from powerinfer_toolkit.runtime.plan.plan import Placement, Plan, UnitKind
 
 pytestmark = pytest.mark.usefixtures("device_library")
 
@@ -227,21 +232,86 @@ def test_types_of_a_plain_layout(synth: Synth, outtype: str) -> None:
             assert relative_l2(got, want) < MANY_TOKENS
 
 
-REFUSED = {
-    "a split within a word": (
+def placed(kind: UnitKind, placement: Placement, layer: int = 1) -> Callable[[Plan], Plan]:
+    """Moves the units of a kind of one layer elsewhere."""
+
+    def change(plan: Plan) -> Plan:
+        here = [(u.kind, u.layer) == (kind, layer) for u in plan.units]
+        units = (
+            dataclasses.replace(u, placement=placement) if moved else u
+            for u, moved in zip(plan.units, here, strict=True)
+        )
+        return dataclasses.replace(plan, units=tuple(units))
+
+    return change
+
+
+def backwards(plan: Plan) -> Plan:
+    """The CPU's neurons before the GPU's."""
+    swap = {Placement.CPU: Placement.GPU, Placement.GPU: Placement.CPU}
+    units = (
+        dataclasses.replace(u, placement=swap[u.placement]) if u.kind is UnitKind.NEURONS else u
+        for u in plan.units
+    )
+    return dataclasses.replace(plan, units=tuple(units))
+
+
+def with_fields(**fields: object) -> Callable[[Plan], Plan]:
+    return lambda plan: dataclasses.replace(plan, **fields)
+
+
+HALF = SPLITS["half"]
+Refused = tuple[Ranges, Callable[[Plan], Plan], str]
+REFUSED: dict[str, Refused] = {
+    "within a word": (
         ((33, 64), (0, 0), (0, 0)),
-        UsageError,
+        with_fields(),
         "neuron 33, not at a multiple of 32",
     ),
-    "a CPU layer behind": (((64, 64), CPU_LAYER, (N, N)), PiError, "layer 1 is on the CPU behind"),
+    "a CPU layer behind": (
+        ((64, 64), CPU_LAYER, (N, N)),
+        with_fields(),
+        "layer 1 is on the CPU behind",
+    ),
+    "attention": (
+        HALF,
+        placed(UnitKind.ATTENTION, Placement.CPU),
+        "layer 1 has its attention, KV cache",
+    ),
+    "KV cache": (HALF, placed(UnitKind.KV, Placement.CPU), "layer 1 has its attention, KV cache"),
+    "predictor": (HALF, placed(UnitKind.PREDICTOR, Placement.CPU), "layer 1 has its attention"),
+    "pulled KV cache": (HALF, placed(UnitKind.KV, Placement.PULL), "only neurons can be pulled"),
+    "streamed": (HALF, placed(UnitKind.NEURONS, Placement.STREAM), "does not stream weights"),
+    "backwards": (HALF, backwards, "neurons of the GPU come first"),
+    "GPU neurons of a CPU layer": (
+        (CPU_LAYER, *HALF[1:]),
+        placed(UnitKind.NEURONS, Placement.GPU, layer=0),
+        "layer 0 has neurons on the GPU, but not its attention",
+    ),
+    "two rules": (
+        HALF,
+        with_fields(predict_all=True, predict_split_only=True),
+        "masks every layer",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_plans(path: Path, name: str) -> None:
-    ranges, error, message = REFUSED[name]
-    with pytest.raises(error, match=message):
-        opened(path, options("exact"), ranges)
+    ranges, change, message = REFUSED[name]
+    with ModelFile(path) as file, pytest.raises(PiError, match=message):
+        Model(file, change(split_plan(file, options("exact"), ranges)))
+
+
+def test_columns_are_cut_between_blocks(tmp_path: Path) -> None:
+    """A K-quant's block of ffn_down is 256 columns."""
+    shape = dataclasses.replace(SMALL, n_layers=2, n_ff=768, ranks=())
+    path = dense_file(tmp_path / "q4_k.gguf", shape, Type.Q4_K)
+    want = Reference.load(path).logits([5, 6])
+    with pytest.raises(UsageError, match="neuron 64, not at a multiple of 256"):
+        opened(path, options(), ((64, 64), (64, 64)))
+    with opened(path, options(), ((256, 512), (0, 256))) as model:
+        np.testing.assert_allclose(run_chunks(model, [5, 6], 1), want, atol=ROUNDING)
 
 
 def resident_bytes(path: Path) -> int:

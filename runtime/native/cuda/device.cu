@@ -275,6 +275,7 @@ int32_t release(pi_gpu *gpu, void *data) {
     });
 }
 
+// `to` may be host memory that the device sees.
 void stage(pi_gpu &gpu, const void *host, uint64_t n_bytes, void *to) {
     require_no_capture(gpu, "uploading");
     const auto *from = static_cast<const uint8_t *>(host);
@@ -284,7 +285,7 @@ void stage(pi_gpu &gpu, const void *host, uint64_t n_bytes, void *to) {
         gpu.next_staging ^= 1;
         check(cudaEventSynchronize(gpu.staged[slot]), "waiting for a copy to the device");
         std::memcpy(gpu.staging[slot], from + done, n);
-        check(cudaMemcpyAsync(static_cast<uint8_t *>(to) + done, gpu.staging[slot], n, cudaMemcpyHostToDevice,
+        check(cudaMemcpyAsync(static_cast<uint8_t *>(to) + done, gpu.staging[slot], n, cudaMemcpyDefault,
                               gpu.stream),
               "copying to the device");
         ++gpu.n_launches;
