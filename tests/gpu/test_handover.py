@@ -28,7 +28,8 @@ TOKENS = np.random.default_rng(7).integers(3, SMALL.n_vocab, 12)
 ONE_MORE = Batch([5], want_logits=True)  # as the single tokens before it, so that it replays
 LIMIT_S = 5  # that a side waits for the other
 
-emulated_only = pytest.mark.skipif(has_driver(), reason="the emulated device is told to misbehave")
+# The emulated device can be told to misbehave; their names keep these tests out of `make gpu-test`.
+emulated_only = pytest.mark.skipif(has_driver(), reason="only the emulated device")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_whole_layers_have_none(path: Path) -> None:
 
 
 @emulated_only
-def test_a_display_is_not_made_to_wait(path: Path, display: None) -> None:
+def test_a_display_is_not_made_to_wait_emulated(path: Path, display: None) -> None:
     with opened(path, options("exact"), RANGES) as model:
         assert model.stats().handover == HandOver.EVENT
     with pytest.raises(PiError, match="a display depends on this GPU"):
@@ -95,7 +96,7 @@ def test_a_display_is_not_made_to_wait(path: Path, display: None) -> None:
 
 
 @emulated_only
-def test_without_a_display_kernels_wait(path: Path) -> None:
+def test_without_a_display_kernels_wait_emulated(path: Path) -> None:
     with opened(path, options("exact"), RANGES) as model:
         assert model.stats().handover == HandOver.SPIN
 
@@ -133,7 +134,7 @@ def test_a_cpu_that_never_answers_is_an_error(path: Path) -> None:
 
 @emulated_only
 @pytest.mark.parametrize("way", [HandOver.SPIN, HandOver.EVENT])
-def test_a_device_that_posts_nothing_is_an_error(path: Path, way: HandOver) -> None:
+def test_a_device_that_posts_nothing_is_an_error_emulated(path: Path, way: HandOver) -> None:
     with opened(path, options("exact"), RANGES, handover=way) as model:
         decoded(model)
         begin = time.monotonic()

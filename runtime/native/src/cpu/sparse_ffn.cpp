@@ -5,6 +5,7 @@
 #include "ffn.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 namespace pi {
@@ -46,10 +47,8 @@ class SparseFfn {
     void predict() {
         if (args_.mask != nullptr)
             return stream_.pool.run(n_tokens_, [&](int64_t i, uint32_t) {
-                const auto token = static_cast<uint32_t>(i);
-                const uint64_t *mask = args_.mask + (first_ + token) * args_.mask_stride;
-                if (masked(token))
-                    list_candidates(token, [=](int64_t n) { return (mask[n / 64] >> (n % 64) & 1) != 0; });
+                if (masked(static_cast<uint32_t>(i)))
+                    list_masked(static_cast<uint32_t>(i));
             });
         for (uint32_t begin = 0, end = 0; begin < n_tokens_; begin = end) {
             end = begin + 1;
@@ -73,14 +72,28 @@ class SparseFfn {
         cpu_matmul(stream_, {&second, 1}, hidden, nullptr, n_tokens);
         stream_.pool.run(n_tokens, [&](int64_t i, uint32_t) {
             const float *of_token = logits + i * n_;
-            list_candidates(begin + static_cast<uint32_t>(i),
-                            [&](int64_t n) { return of_token[n] >= args_.sparse_threshold; });
+            list_candidates(of_token, begin + static_cast<uint32_t>(i));
         });
     }
 
-    // The neurons that `passes` lets through.
-    template <typename Passes>
-    void list_candidates(uint32_t token, const Passes &passes) const {
+    // The neurons of a given mask, whose bits beyond the last neuron are 0.
+    void list_masked(uint32_t token) const {
+        static_assert(block == 32);
+        const uint64_t *mask = args_.mask + (first_ + token) * args_.mask_stride;
+        int32_t *candidates = candidates_ + token * n_;
+        int32_t *starts = starts_ + token * (n_blocks_ + 1);
+        int32_t n = 0;
+        for (int64_t at = 0; at < n_blocks_; ++at) {
+            starts[at] = n;
+            for (auto bits = static_cast<uint32_t>(mask[at / 2] >> (at % 2 * block)); bits != 0;
+                 bits &= bits - 1)
+                candidates[n++] = static_cast<int32_t>(at * block) + std::countr_zero(bits);
+        }
+        starts[n_blocks_] = n;
+    }
+
+    // The neurons whose logit reaches the threshold.
+    void list_candidates(const float *logits, uint32_t token) const {
         int32_t *candidates = candidates_ + token * n_;
         int32_t *starts = starts_ + token * (n_blocks_ + 1);
         int32_t n = 0;
@@ -88,7 +101,7 @@ class SparseFfn {
             starts[at] = n;
             for (int64_t i = at * block; i < std::min((at + 1) * block, n_); ++i) {
                 candidates[n] = static_cast<int32_t>(i); // no branch: which are let through cannot be guessed
-                n += passes(i) ? 1 : 0;
+                n += logits[i] >= args_.sparse_threshold ? 1 : 0;
             }
         }
         starts[n_blocks_] = n;
