@@ -78,6 +78,8 @@ pi_engine::~pi_engine() {
     }
     changed_.notify_all();
     driver_.join();
+    if (device_lost_) // what it may still write goes to members
+        static_cast<void>(settle({cpu_.get(), gpu_.get(), nullptr, placement_}));
 }
 
 std::unique_lock<std::mutex> pi_engine::lock_idle() const {
