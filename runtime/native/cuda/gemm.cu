@@ -1,5 +1,5 @@
 // gemm.cu: large products on the matrix units, float16 with float32 sums: 128 tokens x 128 outputs a block,
-// 64 x 32 a warp, two stages of 32 in shared memory.
+// 64 x 32 a warp, three stages of 32 in shared memory, of which two are on their way while one is used.
 #include "cublaslt.h"
 #include "mma.cuh"
 #include "rows.cuh"
@@ -13,6 +13,8 @@ constexpr int n_threads = 256;
 constexpr int row_stride = depth + 8;           // halves: rows of eight fall into different banks
 constexpr int column_stride = tile + 8;         // of a stage of w [k, n]
 constexpr int stage_halves = tile * row_stride; // more than depth * column_stride
+constexpr int n_stages = 3;
+constexpr size_t shared_bytes = sizeof(__half) * 2 * stage_halves * n_stages;
 constexpr float largest_half = 32768.0f;
 
 // A block a token: the largest magnitude decides the scale.
@@ -33,37 +35,22 @@ __global__ void to_halves_kernel(const float *x, uint32_t n, uint32_t n_k, __hal
         scale[blockIdx.x] = ldexpf(1.0f, exponent);
 }
 
-// Two 16-byte pieces a thread of a stage's tile, whose rows have `per_row` pieces: x and w [rows, k] 4, w [k,
-// n] 16.
-struct Pieces {
-    uint4 piece[2];
-};
+constexpr int along_inputs = depth / 8; // pieces of 16 bytes of a row of x, or of w [rows, k]
+constexpr int along_outputs = tile / 8; // of w [k, n]
 
-constexpr int along_inputs = depth / 8;
-constexpr int along_outputs = tile / 8;
-
-// The tile at (row, column) of a matrix [n_rows, n_columns], zeros outside.
+// Starts copies of the tile at (row, column) of a matrix [n_rows, n_columns], zeros outside: two pieces a
+// thread.
 template <int per_row>
-__device__ __forceinline__ Pieces load_pieces(const __half *from, uint32_t stride, uint32_t first_row,
-                                              uint32_t n_rows, uint32_t first_column, uint32_t n_columns) {
-    Pieces pieces;
+__device__ __forceinline__ void copy_tile(const __half *from, uint32_t stride, uint32_t first_row,
+                                          uint32_t n_rows, uint32_t first_column, uint32_t n_columns,
+                                          __half *to, uint32_t to_stride) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const uint32_t at = threadIdx.x + i * n_threads;
         const uint32_t row = first_row + at / per_row, column = first_column + at % per_row * 8;
-        pieces.piece[i] = row < n_rows && column < n_columns
-                              ? *reinterpret_cast<const uint4 *>(from + uint64_t{stride} * row + column)
-                              : uint4{0, 0, 0, 0};
-    }
-    return pieces;
-}
-
-template <int per_row>
-__device__ __forceinline__ void store_pieces(const Pieces &pieces, __half *stage, uint32_t stage_stride) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t at = threadIdx.x + i * n_threads;
-        *reinterpret_cast<uint4 *>(stage + at / per_row * stage_stride + at % per_row * 8) = pieces.piece[i];
+        const bool inside = row < n_rows && column < n_columns;
+        copy_async(to + at / per_row * to_stride + at % per_row * 8,
+                   inside ? from + uint64_t{stride} * row + column : from, inside);
     }
 }
 
@@ -124,45 +111,35 @@ __device__ __forceinline__ void write_tile(const Gemm &work, uint32_t token, uin
 
 template <bool transposed>
 __global__ void __launch_bounds__(n_threads) gemm_kernel(const __grid_constant__ Gemm work) {
-    __shared__ uint4 memory[2][2][stage_halves / 8];
+    PI_SHARED(__half, memory); // [n_stages][x, w][stage_halves]
     const uint32_t first_token = blockIdx.y * tile, first_out = blockIdx.x * tile;
     const int warp = threadIdx.x / warp_size, warp_token = warp / 4 * 64, warp_out = warp % 4 * 32;
-    const __half *x = work.x.data + work.k_begin;
-    const auto load_w = [&](uint32_t k) {
-        if constexpr (transposed)
-            return load_pieces<along_outputs>(work.w, work.w_stride, k, work.n_k, first_out, work.n_out);
-        else
-            return load_pieces<along_inputs>(work.w, work.w_stride, first_out, work.n_out, k, work.n_k);
-    };
-    const auto load_x = [&](uint32_t k) {
-        return load_pieces<along_inputs>(x, work.x.n_k, first_token, work.x.n_tokens, k, work.n_k);
-    };
-    const auto store = [&](const Pieces &px, const Pieces &pw, int stage) {
-        store_pieces<along_inputs>(px, reinterpret_cast<__half *>(memory[stage][0]), row_stride);
-        auto *to = reinterpret_cast<__half *>(memory[stage][1]);
-        if constexpr (transposed)
-            store_pieces<along_outputs>(pw, to, column_stride);
-        else
-            store_pieces<along_inputs>(pw, to, row_stride);
+    const auto start_stage = [&](uint32_t number) {
+        const uint32_t k = number * depth;
+        __half *x = memory + number % n_stages * 2 * stage_halves, *w = x + stage_halves;
+        if (k < work.n_k) {
+            copy_tile<along_inputs>(work.x.data + work.k_begin, work.x.n_k, first_token, work.x.n_tokens, k,
+                                    work.n_k, x, row_stride);
+            if constexpr (transposed)
+                copy_tile<along_outputs>(work.w, work.w_stride, k, work.n_k, first_out, work.n_out, w,
+                                         column_stride);
+            else
+                copy_tile<along_inputs>(work.w, work.w_stride, first_out, work.n_out, k, work.n_k, w,
+                                        row_stride);
+        }
+        commit_copies(); // beyond the last an empty group, so that their number tells which are there
     };
     float sum[4][4][4] = {};
-    store(load_x(0), load_w(0), 0);
-    __syncthreads();
-    int stage = 0;
-    for (uint32_t k = 0; k < work.n_k; k += depth, stage ^= 1) {
-        const bool more = k + depth < work.n_k;
-        Pieces px, pw;
-        if (more) {
-            px = load_x(k + depth);
-            pw = load_w(k + depth);
-        }
-        multiply_stage<transposed>(reinterpret_cast<const __half *>(memory[stage][0]),
-                                   reinterpret_cast<const __half *>(memory[stage][1]), warp_token, warp_out,
-                                   sum);
-        if (more)
-            store(px, pw, stage ^ 1);
-        __syncthreads();
+    for (uint32_t number = 0; number < n_stages - 1; ++number)
+        start_stage(number);
+    for (uint32_t number = 0; number * depth < work.n_k; ++number) {
+        wait_for_copies<n_stages - 2>();
+        __syncthreads(); // the stage is there, of all threads; and all have used the one before
+        start_stage(number + n_stages - 1);
+        const __half *x = memory + number % n_stages * 2 * stage_halves;
+        multiply_stage<transposed>(x, x + stage_halves, warp_token, warp_out, sum);
     }
+    wait_for_copies<0>();
     write_tile(work, first_token + warp_token, first_out + warp_out, sum);
 }
 
@@ -182,8 +159,11 @@ void run_gemm(pi_gpu &gpu, const Gemm &work) {
     if (gpu.cublaslt != nullptr && gpu.cublaslt->run(gpu, work))
         return;
     const dim3 grid(ceil_div(work.n_out, tile), ceil_div(work.x.n_tokens, tile));
-    launch("a matrix product", gpu, work.transposed ? gemm_kernel<true> : gemm_kernel<false>, grid, n_threads,
-           0, work);
+    const auto kernel = work.transposed ? gemm_kernel<true> : gemm_kernel<false>;
+    check(cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+          "taking shared memory");
+    launch("a matrix product", gpu, kernel, grid, n_threads, shared_bytes, work);
 }
 
 } // namespace pi_cuda

@@ -28,6 +28,33 @@ __device__ __forceinline__ void load_transposed(const __half *row, uint32_t (&ou
                  : "memory");
 }
 
+// 16 bytes on their way from global into shared memory, aligned to 16; zeros unless `inside`. Copies since
+// the last commit_copies() are a group; wait_for_copies<n>() returns when all groups of the thread but the
+// last n are there.
+__device__ __forceinline__ void copy_async(__half *shared, const __half *global, bool inside) {
+#if __CUDA_ARCH__ >= 800
+    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"(address), "l"(global), "r"(inside ? 16 : 0)
+                 : "memory");
+#else
+    *reinterpret_cast<uint4 *>(shared) =
+        inside ? *reinterpret_cast<const uint4 *>(global) : uint4{0, 0, 0, 0};
+#endif
+}
+__device__ __forceinline__ void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int n>
+__device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" : : "n"(n) : "memory");
+#endif
+}
+
 // c [16, 8] += a [16, 16] . b [16, 8]
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {

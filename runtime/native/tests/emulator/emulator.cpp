@@ -4,8 +4,10 @@
 #include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <immintrin.h>
 #include <ucontext.h>
+#include <utility>
 #include <vector>
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -159,3 +161,48 @@ uint16_t to_half(float x) {
 }
 
 } // namespace emulator
+
+namespace pi_cuda {
+namespace {
+
+struct Copy {
+    __half *to;
+    const __half *from; // null: zeros
+};
+
+struct Copies {
+    std::vector<Copy> open;
+    std::deque<std::vector<Copy>> groups;
+};
+
+Copies &of_thread() {
+    static std::vector<Copies> all(1024);
+    return all[threadIdx.x];
+}
+
+} // namespace
+
+void copy_async(__half *shared, const __half *global, bool inside) {
+    if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0)
+        __builtin_trap();
+    of_thread().open.push_back({shared, inside ? global : nullptr});
+}
+
+void commit_copies() {
+    Copies &mine = of_thread();
+    mine.groups.push_back(std::exchange(mine.open, {}));
+}
+
+void wait_for_groups(size_t n_left) {
+    auto &groups = of_thread().groups;
+    for (; groups.size() > n_left; groups.pop_front()) {
+        for (const Copy &copy : groups.front()) {
+            if (copy.from == nullptr)
+                std::memset(copy.to, 0, 16);
+            else
+                std::memcpy(copy.to, copy.from, 16);
+        }
+    }
+}
+
+} // namespace pi_cuda

@@ -199,6 +199,10 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int ordinal);
 cudaError_t cudaDeviceGetPCIBusId(char *out, int n, int ordinal);
 enum cudaDeviceAttr { cudaDevAttrKernelExecTimeout = 17 };
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal);
+enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+inline cudaError_t cudaFuncSetAttribute(const void *, int, int n_bytes) {
+    return n_bytes <= 100 << 10 ? cudaSuccess : cudaErrorMemoryAllocation;
+}
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes);
 cudaError_t cudaFree(void *data);
 cudaError_t cudaMallocHost(void **out, size_t n_bytes);
@@ -233,6 +237,15 @@ template <typename... Params, typename... Args>
 void start_kernel(void (*kernel)(Params...), dim3 grid, dim3 block, size_t, cudaStream_t, Args... args) {
     std::tuple<Params...> values(static_cast<Params>(args)...);
     emulator::queue([=] { emulator::run_blocks(grid, block, [&] { std::apply(kernel, values); }); });
+}
+
+// Copies into shared memory, done no earlier than they must be: mma.cuh.
+void copy_async(__half *shared, const __half *global, bool inside);
+void commit_copies();
+void wait_for_groups(size_t n_left);
+template <int n>
+void wait_for_copies() {
+    wait_for_groups(n);
 }
 
 // The matrix units, as mma.cuh describes them.
