@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 namespace pi_cuda {
 namespace {
@@ -113,6 +114,8 @@ void close_device(pi_gpu *gpu) {
         if (gpu->staging[i] != nullptr)
             cudaFreeHost(gpu->staging[i]);
     }
+    if (gpu->landing != nullptr)
+        cudaFreeHost(gpu->landing);
     if (gpu->stream != nullptr)
         cudaStreamDestroy(gpu->stream);
     delete gpu;
@@ -148,6 +151,9 @@ pi_gpu *open_device(uint32_t ordinal, uint64_t budget_bytes) {
     check(cudaStreamCreateWithFlags(&gpu->stream, cudaStreamNonBlocking), "making a stream");
     gpu->cublaslt = CublasLt::is_wanted() ? new CublasLt : nullptr;
     gpu->arena = new Arena(gpu->ordinal, total_bytes);
+    void *landing = nullptr;
+    check(cudaMallocHost(&landing, pi_gpu::landing_bytes), "pinning host memory");
+    gpu->landing = static_cast<uint8_t *>(landing);
     for (int i = 0; i < 2; ++i) {
         check(cudaMallocHost(&gpu->staging[i], pi_gpu::staging_bytes), "pinning host memory");
         check(cudaEventCreateWithFlags(&gpu->staged[i], cudaEventDisableTiming), "making an event");
@@ -300,7 +306,13 @@ int32_t upload(pi_gpu *gpu, const void *host, uint64_t n_bytes, void *to) {
 int32_t download(pi_gpu *gpu, const void *from, uint64_t n_bytes, void *host) {
     return operate(gpu, [&](pi_gpu &) {
         require_no_capture(*gpu, "downloading");
-        check(cudaMemcpyAsync(host, from, n_bytes, cudaMemcpyDeviceToHost, gpu->stream),
+        void *to = host;
+        if (n_bytes <= pi_gpu::landing_bytes - gpu->landing_used) {
+            to = gpu->landing + gpu->landing_used;
+            gpu->landed.push_back({to, host, n_bytes});
+            gpu->landing_used += n_bytes;
+        }
+        check(cudaMemcpyAsync(to, from, n_bytes, cudaMemcpyDeviceToHost, gpu->stream),
               "copying from the device");
         ++gpu->n_launches;
     });
@@ -324,7 +336,11 @@ int32_t zero(pi_gpu *gpu, void *data, uint64_t n_bytes) {
 int32_t synchronize(pi_gpu *gpu) {
     return operate(gpu, [&](pi_gpu &) {
         require_no_capture(*gpu, "synchronizing");
+        const std::vector<pi_gpu::Landed> landed = std::exchange(gpu->landed, {});
+        gpu->landing_used = 0;
         check(cudaStreamSynchronize(gpu->stream), "the device's work");
+        for (const pi_gpu::Landed &one : landed)
+            std::memcpy(one.to, one.from, one.n_bytes);
     });
 }
 

@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <string>
+#include <vector>
 
 namespace pi_cuda {
 
@@ -61,6 +62,18 @@ struct pi_gpu {
     void *staging[2] = {}; // pinned host memory
     cudaEvent_t staged[2] = {};
     int next_staging = 0;
+
+    // Downloads land in pinned memory, which a device writes without a driver's copies between; synchronize()
+    // hands them on.
+    struct Landed {
+        const void *from;
+        void *to;
+        uint64_t n_bytes;
+    };
+    static constexpr uint64_t landing_bytes = 2u << 20;
+    uint8_t *landing = nullptr;
+    uint64_t landing_used = 0;
+    std::vector<Landed> landed;
 
     pi_cuda::Scratch partials; // of split attention, or of split accumulation
     pi_cuda::Scratch halves;   // activations of a matrix product as float16, with their scales

@@ -53,6 +53,8 @@ void pi_sampler::accept(int32_t token) {
 int32_t pi_sampler::sample(const float *logits, uint32_t n_vocab) {
     if (n_vocab == 0)
         pi::throw_usage("there are no logits to sample from");
+    if (params_.temperature <= 0 && params_.repeat_penalty == 1.0f)
+        return likeliest(logits, n_vocab);
     fill_candidates(logits, n_vocab);
     penalise_repeats();
     if (params_.temperature <= 0)
@@ -61,6 +63,19 @@ int32_t pi_sampler::sample(const float *logits, uint32_t n_vocab) {
     keep_top_p();
     keep_min_p();
     return draw();
+}
+
+int32_t pi_sampler::likeliest(const float *logits, uint32_t n_vocab) {
+    constexpr float infinity = std::numeric_limits<float>::infinity();
+    float peak = -infinity;
+    bool finite = true;
+    for (uint32_t i = 0; i < n_vocab; ++i) { // without a branch: many at once
+        finite &= logits[i] < infinity;
+        peak = logits[i] > peak ? logits[i] : peak;
+    }
+    if (!finite || peak == -infinity)
+        throw_not_finite();
+    return static_cast<int32_t>(std::find(logits, logits + n_vocab, peak) - logits);
 }
 
 void pi_sampler::fill_candidates(const float *logits, uint32_t n_vocab) {

@@ -27,6 +27,8 @@ struct pi_sampler {
         int32_t token;
         float logit;
     };
+    // Of equal logits the first; throws Error as fill_candidates does.
+    static int32_t likeliest(const float *logits, uint32_t n_vocab);
     void fill_candidates(const float *logits, uint32_t n_vocab);
     void penalise_repeats();
     void keep_top_k();
