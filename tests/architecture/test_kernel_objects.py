@@ -12,9 +12,10 @@ import pytest
 from powerinfer_toolkit.runtime import native_lib
 
 TABLES = {
-    "x86": ("scalar", "avx2", "avx512"),
+    "x86": ("scalar", "avx2", "avx512", "amx"),
     "arm": ("scalar", "neon", "neon_dotprod", "neon_i8mm"),
 }
+ALSO = ("amx_emulated", "avx512_bf16")  # a table for tests, and what amx needs besides avx512
 COMPILER_DATA = ("DW.ref.", "__odr_asan.")  # no code: the unwinder's and the address sanitizer's
 
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")
@@ -44,7 +45,7 @@ def test_kernels_share_no_symbols() -> None:
     assert [symbol for symbol in shared if symbol[1] in "WwVvu"] == []
     exported = {name for _, kind, name in shared if kind.isupper() and kind != "U"}
     assert exported <= {
-        f"{kind}_{table}" for kind in ("pi_kernels", "pi_cpu_has") for table in tables
+        f"{kind}_{table}" for kind in ("pi_kernels", "pi_cpu_has") for table in (*tables, *ALSO)
     }
 
 

@@ -10,6 +10,9 @@ extern "C" {
 int pi_cpu_has_avx2(void); /* AVX2, FMA, F16C, and the system saves ymm registers */
 int pi_cpu_has_avx512(
     void); /* also AVX-512 F, BW, DQ, VL, VNNI, and the system saves zmm and mask registers */
+int pi_cpu_has_avx512_bf16(void); /* also conversion to bfloat16 */
+int pi_cpu_has_amx(
+    void); /* also tiles and their products of bfloat16, and Linux lets this process use them */
 int pi_cpu_has_neon_dotprod(void); /* NEON's products of bytes, FEAT_DotProd */
 int pi_cpu_has_neon_i8mm(void);    /* also those of matrices of bytes, FEAT_I8MM */
 

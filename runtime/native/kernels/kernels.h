@@ -115,6 +115,14 @@ typedef struct pi_kernels {
     void (*gemm_tile)(const float *w, int64_t row_stride, int64_t k_stride, int64_t n_rows, const float *x,
                       int64_t n_k, float *out, int64_t out_stride);
     int64_t gemm_panel; /* tokens of a packed panel, at most 64 */
+    /* The same product on a matrix unit, both factors rounded to bfloat16; NULL where there is none. A packed
+     * panel has gemm_panel, packed weights have n_rows rounded up to 32 times n_k rounded up to 32 elements.
+     */
+    void (*round_panel)(const float *x, int64_t n_k, pi_bf16 *out);
+    void (*round_weights)(const float *w, int64_t row_stride, int64_t k_stride, int64_t n_rows, int64_t n_k,
+                          pi_bf16 *out);
+    void (*gemm_rounded)(const pi_bf16 *w, int64_t n_rows, const pi_bf16 *x, int64_t n_k, float *out,
+                         int64_t out_stride);
     void (*attend_f32)(const pi_attend *a);
     void (*attend_f16)(const pi_attend *a);
     int64_t rounded_queries; /* from this many on attend_f16 rounds all operands to 16 bits; 0: never */
@@ -125,6 +133,10 @@ extern const pi_kernels pi_kernels_scalar; /* the reference */
 #if defined(__x86_64__)
 extern const pi_kernels pi_kernels_avx2;
 extern const pi_kernels pi_kernels_avx512;
+extern const pi_kernels pi_kernels_amx;
+#ifdef PI_AMX_EMULATOR
+extern const pi_kernels pi_kernels_amx_emulated; /* tiles in software, for tests */
+#endif
 #elif defined(__aarch64__)
 extern const pi_kernels pi_kernels_neon;
 extern const pi_kernels pi_kernels_neon_dotprod;

@@ -14,7 +14,10 @@ constexpr const pi_kernels *tables[] = {
     &pi_kernels_scalar,
 #if defined(__x86_64__)
     &pi_kernels_avx2,
-    &pi_kernels_avx512,
+#ifdef PI_AMX_EMULATOR
+    &pi_kernels_amx_emulated, // before what is faster
+#endif
+    &pi_kernels_avx512,       &pi_kernels_amx,
 #elif defined(__aarch64__)
     &pi_kernels_neon,
     &pi_kernels_neon_dotprod,

@@ -152,6 +152,46 @@ void test_gemm(const pi_kernels &table, int64_t n_rows, int64_t n_k, bool transp
     expect_within(got, want, bound, what + " gemm_tile");
 }
 
+// To the nearest bfloat16, ties to even.
+float rounded(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// Both factors are rounded to bfloat16, then as test_gemm. Rows beyond the last and what lies beyond the
+// panel stay.
+void test_gemm_rounded(const pi_kernels &table, int64_t n_rows, int64_t n_k, bool transposed,
+                       const std::string &what) {
+    const int64_t panel = table.gemm_panel, out_stride = panel + 3;
+    const int64_t row_stride = transposed ? 1 : n_k, k_stride = transposed ? n_rows : 1;
+    const Floats w = normal(n_rows * n_k, 1), x = normal(n_k * panel, 2),
+                 before = normal(n_rows * out_stride, 3);
+    const int64_t depth = (n_k + 31) / 32 * 32;
+    Guarded<pi_bf16> packed_w(size_of((n_rows + 31) / 32 * 32 * depth)), packed_x(size_of(panel * depth));
+    table.round_weights(w.data(), row_stride, k_stride, n_rows, n_k, packed_w.data());
+    table.round_panel(x.data(), n_k, packed_x.data());
+    Floats got = before;
+    table.gemm_rounded(packed_w.data(), n_rows, packed_x.data(), n_k, got.data(), out_stride);
+    Doubles want(before.begin(), before.end()), bound(before.size());
+    for (int64_t r = 0; r < n_rows; ++r) {
+        for (int64_t t = 0; t < panel; ++t) {
+            const size_t at = size_of(r * out_stride + t);
+            double magnitude = std::abs(want[at]);
+            for (int64_t k = 0; k < n_k; ++k) {
+                const double term = static_cast<double>(rounded(w[size_of(r * row_stride + k * k_stride)])) *
+                                    rounded(x[size_of(k * panel + t)]);
+                want[at] += term;
+                magnitude += std::abs(term);
+            }
+            bound[at] = static_cast<double>(n_k + 1) * u * magnitude;
+        }
+    }
+    expect_within(got, want, bound, what + " gemm_rounded");
+}
+
 struct AttentionCase {
     int64_t n_q, n_positions, head_dim;
 };
@@ -306,6 +346,10 @@ void test_vectors(const pi_kernels &table) {
     for (const bool transposed : {false, true}) {
         for (const int64_t n_rows : {1, 5, 12, 13, 37})
             test_gemm(table, n_rows, 2 * n_rows + 1, transposed, what);
+        for (int64_t n_rows : {1, 31, 32, 75, 96}) {
+            if (table.gemm_rounded != nullptr)
+                test_gemm_rounded(table, n_rows, 3 * n_rows, transposed, what);
+        }
     }
     const AttentionCase cases[] = {{1, 1, 64},   {1, 32, 64},    {3, 33, 64},  {4, 64, 128},
                                    {7, 7, 2},    {9, 70, 66},    {2, 65, 33},  {17, 130, 80},

@@ -1,9 +1,8 @@
 // matmul.cpp: matrix products on the CPU. Few tokens: rows of weights against vectors, int8 or float. Many
-// tokens: weight tiles dequantised once and multiplied with packed panels of tokens.
+// tokens: int8 products, or tiles (tiles.cpp).
 #include "stream.h"
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 
 namespace pi {
@@ -15,13 +14,7 @@ constexpr int64_t min_chunk_bytes = 16 * 1024;
 constexpr int64_t max_chunk_bytes = 1024 * 1024;
 constexpr int64_t chunks_per_thread = 4;
 constexpr int64_t min_chunk_rows = 8;
-// Output columns of a packed tile: a multiple of every register tile, and of the block where the columns are
-// those of a transposed matrix.
-constexpr int64_t tile_outputs = 96;
-constexpr int64_t wide_tile_outputs = 256;
-constexpr int64_t tile_depth = 256;      // inputs of a packed tile
-constexpr int64_t max_pass_tokens = 512; // tokens that share one dequantised tile
-constexpr int64_t int8_chunk_rows = 32;  // of many tokens' int8 product: one tile of the kernel
+constexpr int64_t int8_chunk_rows = 32; // of many tokens' int8 product: one tile of the kernel
 constexpr uint32_t max_row_tokens = 16;
 
 struct RowChunk {
@@ -29,10 +22,6 @@ struct RowChunk {
     int64_t begin; // rows within the product's range
     int64_t end;
 };
-
-const pi_type_kernels &type_kernels(const CpuStream &stream, const Matrix &matrix) {
-    return stream.kernels.type[matrix.type->kernel_index];
-}
 
 // Whether a step multiplies row by row: always where the tokens are few, and up to the width of a float tile,
 // most of which would stay empty, where there is no int8 product of many tokens.
@@ -105,117 +94,6 @@ void multiply_by_rows(CpuStream &stream, std::span<const Product> products, cons
     });
 }
 
-// x [n_tokens, n_k] as panels [panel][n_k][gemm_panel], the last one padded with zeros.
-const float *pack_panels(CpuStream &stream, const float *x, int64_t n_tokens, int64_t n_k) {
-    const int64_t width = stream.kernels.gemm_panel;
-    const int64_t n_panels = (n_tokens + width - 1) / width;
-    float *panels = stream.panels.floats(static_cast<uint64_t>(n_panels * n_k * width));
-    const int64_t n_slices = (n_k + tile_depth - 1) / tile_depth;
-    stream.pool.run(n_panels * n_slices, [&](int64_t chunk, uint32_t) {
-        const int64_t first = chunk / n_slices * width;
-        const int64_t k_begin = chunk % n_slices * tile_depth;
-        const int64_t k_end = std::min(k_begin + tile_depth, n_k);
-        float *panel = panels + first * n_k;
-        for (int64_t t = 0; t < width; ++t) {
-            const float *row = first + t < n_tokens ? x + (first + t) * n_k : nullptr;
-            for (int64_t k = k_begin; k < k_end; ++k)
-                panel[k * width + t] = row == nullptr ? 0.0f : row[k];
-        }
-    });
-    return panels;
-}
-
-// One block of output columns of a product: rows of a matrix, or columns of a transposed one.
-struct OutputBlock {
-    pi_rows rows; // of the range
-    const pi_type_kernels *type;
-    bool transposed;
-    int64_t tile_width; // most output columns of a block of this product
-    int64_t begin;      // output columns
-    int64_t size;
-    int64_t n_k;
-    const float *bias; // from `begin` on, or null
-    float *out;        // out[token * out_width + column]
-    int64_t out_width;
-};
-
-void fill_tile(const OutputBlock &block, int64_t k_begin, int64_t k_size, float *tile) {
-    const auto *base = static_cast<const uint8_t *>(block.rows.base);
-    const int64_t n = block.transposed ? k_size : block.size;
-    for (int64_t i = 0; i < n; ++i) {
-        if (block.transposed) {
-            block.type->dequantize(base + (k_begin + i) * block.rows.row_bytes, block.begin, block.size,
-                                   tile + i * block.tile_width);
-        } else {
-            block.type->dequantize(base + (block.begin + i) * block.rows.row_bytes, k_begin, k_size,
-                                   tile + i * tile_depth);
-        }
-    }
-}
-
-// sums [size, stride] of tokens [first, first + n), transposed into the output rows.
-void write_block(const OutputBlock &block, const float *sums, int64_t stride, int64_t first, int64_t n) {
-    for (int64_t t = 0; t < n; ++t) {
-        float *out = block.out + (first + t) * block.out_width + block.begin;
-        for (int64_t i = 0; i < block.size; ++i)
-            out[i] = sums[i * stride + t] + (block.bias == nullptr ? 0.0f : block.bias[i]);
-    }
-}
-
-int64_t padded_pass(int64_t n_tokens, int64_t width) {
-    return (std::min(n_tokens, max_pass_tokens) + width - 1) / width * width;
-}
-
-void multiply_block(const CpuStream &stream, const OutputBlock &block, const float *panels, int64_t n_tokens,
-                    float *tile, float *sums) {
-    const int64_t width = stream.kernels.gemm_panel;
-    const int64_t stride = padded_pass(n_tokens, width);
-    for (int64_t first = 0; first < n_tokens; first += stride) {
-        const int64_t n = std::min(stride, n_tokens - first);
-        std::memset(sums, 0, static_cast<size_t>(block.size * stride) * sizeof(float));
-        for (int64_t k = 0; k < block.n_k; k += tile_depth) {
-            const int64_t k_size = std::min(tile_depth, block.n_k - k);
-            fill_tile(block, k, k_size, tile);
-            for (int64_t t = 0; t < n; t += width) {
-                const float *panel = panels + ((first + t) * block.n_k + k * width);
-                stream.kernels.gemm_tile(tile, block.transposed ? 1 : tile_depth,
-                                         block.transposed ? block.tile_width : 1, block.size, panel, k_size,
-                                         sums + t, stride);
-            }
-        }
-        write_block(block, sums, stride, first, n);
-    }
-}
-
-void multiply_blocks(CpuStream &stream, const std::vector<OutputBlock> &blocks, const float *panels,
-                     uint32_t n_tokens) {
-    const int64_t width = blocks[0].tile_width;
-    const int64_t tile_floats = width * tile_depth;
-    const int64_t sum_floats = width * padded_pass(n_tokens, stream.kernels.gemm_panel);
-    float *scratch =
-        stream.tiles.floats(static_cast<uint64_t>((tile_floats + sum_floats) * stream.pool.n_threads()));
-    stream.pool.run(static_cast<int64_t>(blocks.size()), [&](int64_t index, uint32_t thread) {
-        float *tile = scratch + thread * (tile_floats + sum_floats);
-        multiply_block(stream, blocks[static_cast<size_t>(index)], panels, n_tokens, tile,
-                       tile + tile_floats);
-    });
-}
-
-void multiply_packed(CpuStream &stream, std::span<const Product> products, const float *x,
-                     uint32_t n_tokens) {
-    const auto n_k = static_cast<int64_t>(products[0].matrix->n_cols);
-    std::vector<OutputBlock> blocks;
-    for (const RowChunk &chunk : split_rows(products, [](const Product &) { return tile_outputs; })) {
-        const Product &product = *chunk.product;
-        blocks.push_back({product.matrix->rows(product.row_begin, product.row_end),
-                          &type_kernels(stream, *product.matrix), false, tile_outputs, chunk.begin,
-                          chunk.end - chunk.begin, n_k,
-                          product.bias == nullptr ? nullptr : product.bias + chunk.begin, product.out,
-                          static_cast<int64_t>(product.row_end - product.row_begin)});
-    }
-    multiply_blocks(stream, blocks, pack_panels(stream, x, n_tokens, n_k), n_tokens);
-}
-
 std::vector<uint32_t> precise_tokens(const uint32_t *positions, uint32_t n_tokens) {
     std::vector<uint32_t> tokens;
     for (uint32_t token = 0; token < n_tokens; ++token) {
@@ -255,7 +133,7 @@ void multiply_many(CpuStream &stream, std::span<const Product> products, const f
     for (const Product &product : products)
         (uses_int8(stream, *product.matrix, n_tokens) ? int8 : floats).push_back(product);
     if (!floats.empty())
-        multiply_packed(stream, floats, x, n_tokens);
+        multiply_tiles(stream, floats, x, n_tokens);
     if (int8.empty())
         return;
     const std::vector<uint32_t> twice = precise_tokens(positions, n_tokens);
@@ -301,7 +179,9 @@ int64_t rows_per_chunk(const CpuStream &stream, int64_t n_bytes, int64_t row_byt
 
 bool uses_int8(const CpuStream &stream, const Matrix &matrix, uint32_t n_tokens) {
     return stream.int8_activations && matrix.type->int8_activations &&
-           (by_rows(stream, matrix, n_tokens) || type_kernels(stream, matrix).many_q8 != nullptr);
+           (by_rows(stream, matrix, n_tokens) ||
+            (type_kernels(stream, matrix).many_q8 != nullptr &&
+             (n_tokens <= max_row_tokens || !rounds_tiles(stream, matrix))));
 }
 
 void quantise_input(CpuStream &stream, const float *x, uint32_t n_tokens, uint64_t n_cols,
@@ -348,19 +228,6 @@ void cpu_matmul(CpuStream &stream, std::span<const Product> products, const floa
         multiply_by_rows(stream, rows, x, positions, n_tokens);
     if (!others.empty())
         multiply_many(stream, others, x, positions, n_tokens);
-}
-
-void matmul_transposed(CpuStream &stream, const Matrix &matrix, uint64_t row_begin, uint64_t row_end,
-                       const float *h, uint32_t n_tokens, float *out) {
-    const auto n_k = static_cast<int64_t>(row_end - row_begin);
-    const auto n_cols = static_cast<int64_t>(matrix.n_cols);
-    std::vector<OutputBlock> blocks;
-    const int64_t width = tile_outputs % matrix.type->block_elements == 0 ? tile_outputs : wide_tile_outputs;
-    for (int64_t begin = 0; begin < n_cols; begin += width) {
-        blocks.push_back({matrix.rows(row_begin, row_end), &type_kernels(stream, matrix), true, width, begin,
-                          std::min(width, n_cols - begin), n_k, nullptr, out, n_cols});
-    }
-    multiply_blocks(stream, blocks, pack_panels(stream, h, n_tokens, n_k), n_tokens);
 }
 
 } // namespace pi

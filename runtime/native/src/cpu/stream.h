@@ -84,6 +84,14 @@ inline bool is_precise(const uint32_t *positions, uint32_t token) {
 // Whether a step of n_tokens multiplies the matrix with int8 activations.
 bool uses_int8(const CpuStream &stream, const Matrix &matrix, uint32_t n_tokens);
 
+inline const pi_type_kernels &type_kernels(const CpuStream &stream, const Matrix &matrix) {
+    return stream.kernels.type[matrix.type->kernel_index];
+}
+
+// Whether the tiles of a matrix go through the table's matrix unit, in bfloat16: where int8 would do.
+bool rounds_tiles(const CpuStream &stream, const Matrix &matrix);
+// Products of one input x [n_tokens, n_cols] through tiles.
+void multiply_tiles(CpuStream &stream, std::span<const Product> products, const float *x, uint32_t n_tokens);
 // out [n_tokens, n_embd] = h [n_tokens, n_rows of the range] . rows: the product with a transposed matrix.
 void matmul_transposed(CpuStream &stream, const Matrix &matrix, uint64_t row_begin, uint64_t row_end,
                        const float *h, uint32_t n_tokens, float *out);
