@@ -199,7 +199,6 @@ class Api(ct.Structure):
         ("multiply_transposed", _function(Ptr, ct.POINTER(Rows), Ptr, U32, U32, Ptr)),
         ("gather", _function(Ptr, Ptr, Ptr, U32, U32, Ptr)),
         ("rms_norm", _function(Ptr, Ptr, Ptr, U32, U32, F32, Ptr)),
-        ("add", _function(Ptr, Ptr, U64, Ptr)),
         ("gated", _function(Ptr, U32, F32, Ptr, U64, Ptr, Ptr)),
         ("log_probabilities", _function(Ptr, Ptr, U32, U32, Ptr, Ptr)),
         ("argmax", _function(Ptr, Ptr, U32, U32, Ptr)),

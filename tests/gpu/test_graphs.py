@@ -18,6 +18,7 @@ from powerinfer_toolkit.runtime.model import Model
 from powerinfer_toolkit.runtime.plan.planner import PlanOptions
 
 N = 1000
+RELU = 1
 PAGE = 32
 MOST_SERIES = 16  # that an engine keeps
 
@@ -35,22 +36,27 @@ def captured(device: Device) -> Iterator[Ptr]:
     device.end_capture(ct.byref(graph))
 
 
+def multiply_by(device: Device, x: int, by: int) -> None:
+    """x [N] *= by, which is positive."""
+    device.gated(RELU, 0.0, by, N, x, None)
+
+
 def test_a_graph_repeats_what_was_recorded(device: Device) -> None:
-    x, y = device.put(np.ones(N, np.float32)), device.put(np.zeros(N, np.float32))
+    x, y = device.put(np.full(N, 2, np.float32)), device.put(np.full(N, 2, np.float32))
     before = device.info_now().n_launches
     with captured(device) as graph:
-        device.add(x, N, y)
-        device.add(y, N, x)
+        multiply_by(device, y, x)
+        multiply_by(device, x, y)
     assert device.info_now().n_launches == before
-    assert not device.get(y, N).any(), "recording did something"
+    np.testing.assert_array_equal(device.get(y, N), np.full(N, 2), "recording did something")
     for _ in range(3):
         device.launch_graph(graph)
-    # (x, y) = (1, 0) -> (2, 1) -> (5, 3) -> (13, 8)
-    np.testing.assert_array_equal(device.get(y, N), np.full(N, 8, np.float32))
-    np.testing.assert_array_equal(device.get(x, N), np.full(N, 13, np.float32))
+    # Exponents of 2: (x, y) = (1, 1) -> (3, 2) -> (8, 5) -> (21, 13)
+    np.testing.assert_array_equal(device.get(y, N), np.full(N, 2.0**13))
+    np.testing.assert_array_equal(device.get(x, N), np.full(N, 2.0**21))
     device.zero(x, 4 * N)  # what is at the addresses may change
     device.launch_graph(graph)
-    np.testing.assert_array_equal(device.get(x, N), np.full(N, 8, np.float32))
+    assert not device.get(y, N).any()
     device.release_graph(graph)
 
 
@@ -70,7 +76,7 @@ def test_a_graph_repeats_what_was_recorded(device: Device) -> None:
 def test_what_waits_or_moves_memory_is_refused_while_recording(
     device: Device, name: str, what: str
 ) -> None:
-    x = device.put(np.ones(N, np.float32))
+    x = device.put(np.full(N, 2, np.float32))
     host = np.zeros(4, np.float32)
     calls: dict[str, Callable[[], object]] = {
         "empty": lambda: device.empty(4),
@@ -83,29 +89,29 @@ def test_what_waits_or_moves_memory_is_refused_while_recording(
         "scratch": lambda: device.reserve(1 << 28, 0, 0, 0),
     }
     with captured(device) as graph:
-        device.add(x, N, x)
+        multiply_by(device, x, x)
         with pytest.raises(DeviceError, match=f"^{what} while a graph is being recorded"):
             calls[name]()
     device.launch_graph(graph)  # the rest of the recording is whole
-    np.testing.assert_array_equal(device.get(x, N), np.full(N, 2, np.float32))
+    np.testing.assert_array_equal(device.get(x, N), np.full(N, 4, np.float32))
     device.release_graph(graph)
 
 
 def test_a_recording_can_be_given_up(device: Device) -> None:
-    x = device.put(np.ones(N, np.float32))
+    x = device.put(np.full(N, 2, np.float32))
     with pytest.raises(DeviceError, match="no graph is being recorded"):
         device.end_capture(None)
     device.begin_capture()
-    device.add(x, N, x)
+    multiply_by(device, x, x)
     device.end_capture(None)
-    device.add(x, N, x)
-    np.testing.assert_array_equal(device.get(x, N), np.full(N, 2, np.float32))
+    multiply_by(device, x, x)
+    np.testing.assert_array_equal(device.get(x, N), np.full(N, 4, np.float32))
 
 
 def test_scratch_stays_where_graphs_know_it(device: Device) -> None:
-    x = device.put(np.ones(N, np.float32))
+    x = device.put(np.full(N, 2, np.float32))
     with captured(device) as graph:
-        device.add(x, N, x)
+        multiply_by(device, x, x)
     with pytest.raises(DeviceError, match="more scratch than was reserved before graphs were made"):
         device.reserve(1 << 28, 0, 0, 0)
     device.release_graph(graph)

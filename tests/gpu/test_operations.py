@@ -28,13 +28,11 @@ def test_rms_norm(device: Device, n_rows: int, n: int) -> None:
     np.testing.assert_allclose(device.get(out, (n_rows, n)), want, rtol=2e-6, atol=0)
 
 
-def test_gather_and_add(device: Device) -> None:
-    x, y = normal(9, 100), normal(4, 100, seed=1)
-    index, out = np.array([8, 0, 3, 3], np.uint32), device.put(y)
+def test_gather(device: Device) -> None:
+    x, index = normal(9, 100), np.array([8, 0, 3, 3], np.uint32)
     rows = device.poisoned((4, 100))
     device.gather(device.put(x), device.put(index), 4, 100, rows)
-    device.add(rows, 400, out)
-    np.testing.assert_array_equal(device.get(out, (4, 100)), x[index] + y)
+    np.testing.assert_array_equal(device.get(rows, (4, 100)), x[index])
 
 
 @pytest.mark.parametrize("activation", [SILU, RELU])

@@ -31,7 +31,6 @@ const pi_gpu_api api = {
     .multiply_transposed = pi_cuda::multiply_transposed,
     .gather = pi_cuda::gather,
     .rms_norm = pi_cuda::rms_norm,
-    .add = pi_cuda::add,
     .gated = pi_cuda::gated,
     .log_probabilities = pi_cuda::log_probabilities,
     .argmax = pi_cuda::argmax,

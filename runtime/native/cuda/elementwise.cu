@@ -27,12 +27,6 @@ __global__ void rms_norm_kernel(const float *x, const float *gain, uint32_t n, f
         out[uint64_t{n} * blockIdx.x + i] = row[i] * scale * gain[i];
 }
 
-__global__ void add_kernel(const float *x, uint64_t n, float *y) {
-    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n;
-         i += uint64_t{gridDim.x} * blockDim.x)
-        y[i] += x[i];
-}
-
 __global__ void gated_silu_kernel(const float *up, uint64_t n, float *gate) {
     for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n;
          i += uint64_t{gridDim.x} * blockDim.x)
@@ -113,11 +107,6 @@ int32_t gather(pi_gpu *gpu, const float *x, const uint32_t *rows, uint32_t n_row
 int32_t rms_norm(pi_gpu *gpu, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
                  float *out) {
     return operate(gpu, [&](pi_gpu &device) { normalise(device, x, gain, n_rows, n, eps, out); });
-}
-
-int32_t add(pi_gpu *gpu, const float *x, uint64_t n, float *y) {
-    return operate(
-        gpu, [&](pi_gpu &device) { launch("adding", device, add_kernel, grid_of(n), threads, 0, x, n, y); });
 }
 
 int32_t gated(pi_gpu *gpu, uint32_t activation, float threshold, const float *up, uint64_t n, float *gate,

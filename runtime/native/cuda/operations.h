@@ -36,7 +36,6 @@ int32_t multiply_transposed(pi_gpu *, const pi_gpu_rows *, const float *h, uint3
 int32_t gather(pi_gpu *, const float *x, const uint32_t *rows, uint32_t n_rows, uint32_t n, float *out);
 int32_t rms_norm(pi_gpu *, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
                  float *out);
-int32_t add(pi_gpu *, const float *x, uint64_t n, float *y);
 int32_t gated(pi_gpu *, uint32_t activation, float threshold, const float *up, uint64_t n, float *gate,
               uint64_t *n_active);
 int32_t log_probabilities(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab,

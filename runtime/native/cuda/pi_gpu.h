@@ -221,7 +221,6 @@ typedef struct pi_gpu_api {
                       float *out);
     int32_t (*rms_norm)(pi_gpu *, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
                         float *out);
-    int32_t (*add)(pi_gpu *, const float *x, uint64_t n, float *y);
     /* gate = act(gate) * up; relu: adds to *n_active the gates above the threshold */
     int32_t (*gated)(pi_gpu *, uint32_t activation, float threshold, const float *up, uint64_t n, float *gate,
                      uint64_t *n_active);

@@ -130,8 +130,6 @@ struct Ops {
     // or null: attention sinks deserve more precision
     void (*matmul)(Stream &, std::span<const Product> products, const float *x, const InputNorm *norm,
                    const uint32_t *positions, uint32_t n_tokens);
-    // y += x
-    void (*add)(Stream &, const float *x, uint64_t n, float *y);
     // q [n_tokens, n_heads, head_dim] turned by the step's angles; k [n_tokens, n_kv_heads, head_dim],
     // turned, and v into the tokens' slots; k is not kept
     void (*place_heads)(Stream &, const AttentionArgs &, float *q, float *k, const float *v);

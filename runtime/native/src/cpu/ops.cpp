@@ -193,7 +193,6 @@ constexpr Ops cpu_ops = {
     .embed = Entry<embed>::call,
     .rms_norm = Entry<rms_norm>::call,
     .matmul = Entry<matmul>::call,
-    .add = Entry<add>::call,
     .place_heads = Entry<place_heads>::call,
     .attend = Entry<cpu_attend>::call,
     .ffn = Entry<ffn>::call,

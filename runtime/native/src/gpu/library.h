@@ -23,7 +23,7 @@ class GpuDevice {
     GpuDevice(const GpuDevice &) = delete;
     GpuDevice &operator=(const GpuDevice &) = delete;
 
-    // Calls an operation of the interface: call(&pi_gpu_api::add, x, n, y).
+    // Calls an operation of the interface: call(&pi_gpu_api::record, x, n, words).
     template <typename... Params, typename... Args>
     void call(int32_t (*pi_gpu_api::*operation)(pi_gpu *, Params...), Args... args) const {
         check_gpu(api_, (api_.*operation)(handle_, args...));

@@ -77,10 +77,6 @@ void matmul(GpuStream &stream, std::span<const Product> products, const float *x
                        static_cast<uint32_t>(products.size()), x, n_tokens, normed ? &*normed : nullptr);
 }
 
-void add(GpuStream &stream, const float *x, uint64_t n, float *y) {
-    stream.device.call(&pi_gpu_api::add, x, n, y);
-}
-
 pi_gpu_kv kv_of(const GpuStream &stream, const KvCache &cache, uint32_t layer) {
     const KvShape &shape = cache.shape();
     return {stream.pages->layer(layer), shape.layer_page_bytes(), shape.element_bytes == 2 ? 1u : 0u,
@@ -226,7 +222,6 @@ constexpr Ops gpu_ops = {
     .embed = Entry<embed>::call,
     .rms_norm = Entry<rms_norm>::call,
     .matmul = Entry<matmul>::call,
-    .add = Entry<add>::call,
     .place_heads = Entry<place_heads>::call,
     .attend = Entry<attend>::call,
     .ffn = Entry<gpu_ffn>::call,
