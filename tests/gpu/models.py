@@ -18,6 +18,7 @@ from powerinfer_toolkit.runtime.synth.shapes import SynthShape
 N_VOCAB = 256
 # Heads that the kernels for tiles of tokens take.
 MICRO = SynthShape("micro", 2, 256, 512, 8, 4, N_VOCAB, 1024)
+MINI = SynthShape("mini", 2, 64, 128, 2, 1, N_VOCAB, 1024)  # where only the order of work matters
 NANO = SynthShape("nano", 1, 64, 64, 2, 1, N_VOCAB, 128)
 
 Synth = Callable[..., Path]  # see the fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gpu.device import Device, DeviceError, Ptr
-from gpu.models import N_VOCAB, NANO, Synth, has_driver, opened, options
+from gpu.models import MINI, N_VOCAB, NANO, Synth, has_driver, opened, options
 from powerinfer_toolkit.runtime.engine import Batch
 from powerinfer_toolkit.runtime.model import Model
 from powerinfer_toolkit.runtime.plan.planner import PlanOptions
@@ -159,7 +159,7 @@ def same(graphs: Model, direct: Model, steps: list[Tokens], series: list[object]
 @pytest.mark.parametrize("ffn", ["exact", "predicted", "dense"])
 def test_decoding_over_growing_contexts(synth: Synth, ffn: str) -> None:
     """Single tokens around the places where a context of 5 pages takes its second, third and fifth page."""
-    with both(synth("q4_0"), options(ffn, context=160)) as (graphs, direct):
+    with both(synth("q4_0", shape=MINI.name), options(ffn, context=160)) as (graphs, direct):
         steps: list[Tokens] = []
         for before, n in ((28, 7), (26, 7), (58, 7)):
             steps += [(tokens(before), 0)] + [(tokens(1, i), 0) for i in range(n)]
@@ -176,7 +176,7 @@ def test_decoding_over_growing_contexts(synth: Synth, ffn: str) -> None:
 @pytest.mark.parametrize("ffn", ["exact", "predicted"])
 @pytest.mark.parametrize("n_tokens", [2, 5, 16])
 def test_steps_of_several_tokens(synth: Synth, ffn: str, n_tokens: int) -> None:
-    with both(synth("f16"), options(ffn)) as (graphs, direct):
+    with both(synth("f16", shape=MINI.name), options(ffn)) as (graphs, direct):
         steps: list[Tokens] = [(tokens(n_tokens, i), 0) for i in range(5)]
         # Position 0 is never masked, so in predicted mode the first step is a series of its own.
         series = [
@@ -186,14 +186,14 @@ def test_steps_of_several_tokens(synth: Synth, ffn: str, n_tokens: int) -> None:
 
 
 def test_larger_steps_are_not_recorded(synth: Synth) -> None:
-    with both(synth("f16"), options("dense")) as (graphs, direct):
+    with both(synth("f16", shape=MINI.name), options("dense")) as (graphs, direct):
         same(graphs, direct, [(tokens(17, i), 0) for i in range(3)], [])
 
 
 def test_shapes_that_alternate(synth: Synth) -> None:
     """Single tokens of two sequences, both at once, and three of one, in turn."""
     asked = options("predicted", context=256, sequences=2)
-    with both(synth("q8_0"), asked) as (graphs, direct):
+    with both(synth("q8_0", shape=MINI.name), asked) as (graphs, direct):
         steps: list[Tokens] = [(tokens(40), 0), (tokens(40, 1), 1)]
         series: list[object] = []
         for i in range(3):
@@ -205,7 +205,7 @@ def test_shapes_that_alternate(synth: Synth) -> None:
 
 def test_some_rows_and_scores(synth: Synth) -> None:
     """The rows of the head are part of the series: none, neighbours, others."""
-    with both(synth("f16"), options("exact")) as (graphs, direct):
+    with both(synth("f16", shape=MINI.name), options("exact")) as (graphs, direct):
         wanted = [[0, 0, 0, 1], [1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 1, 0]]
         for rows in wanted * 2:
             for model in (graphs, direct):

@@ -284,14 +284,18 @@ def test_a_threshold_goes_through_to_the_file(quick, tmp_path):
 
 
 def test_a_model_that_is_relu_already(finished, quick, tmp_path):
-    """Only calibrated: the dense row is the same model with every neuron computed."""
+    """Only calibrated: the dense row is the same model with every neuron computed.
+
+    Its neurons are in the checkpoint's order, those of the first run hot first: sums in float32 in another order, which
+    moves logits of this size by 2e-5 (tests/gpu has the same limit for the same reason).
+    """
     flags = quick | {"relufy__variant": "fatrelu", "relufy__max_steps": "0"}
     source = {"relufy__model_name_or_path": str(finished[0] / "relufy")}
     results = run_recipe(smoke(**flags, **source), tmp_path / "out")
     first = json.loads((finished[0] / "verify" / "report.json").read_text())
     dense = results.rows[0]
     assert dense.mode == "dense"
-    assert dense.perplexity == pytest.approx(first["model"]["perplexity"]["exact"])
+    assert dense.perplexity == pytest.approx(first["model"]["perplexity"]["exact"], rel=2e-5)
     assert "base_model: relufy" in (tmp_path / "out" / "model" / "README.md").read_text()
 
 
