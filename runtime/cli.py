@@ -135,8 +135,8 @@ def _add_action_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON object at the end: text, token_ids, prompt_tokens, decode_tokens, prompt_seconds "
-        "(up to the first token), decode_seconds, ffn_mode, active_share, load_seconds, peak_rss_bytes, device, "
+        help="print one JSON object at the end: text, token_ids, prompt_tokens, decode_tokens (after the first), "
+        "prompt_seconds (up to the first token), decode_seconds, ffn_mode, active_share, load_seconds, peak_rss_bytes, device, "
         "device_bytes, vram_budget_bytes, layers (with a GPU: what each side of a layer did, mean seconds of a decoded "
         "token); with "
         "--perplexity: perplexity, tokens, ffn_mode, active_share; with --dry-run: the plan and what is expected of it",

@@ -74,7 +74,7 @@ def model_bytes(tensors: Iterable[TensorEntry], n_layers: int) -> ModelBytes:
         output_norm=norm.n_bytes if norm else 0,
         device_embedding=embedding.device_bytes if embedding else 0,
         device_head=head.device_bytes if head else 0,
-        predictor_rank=max((t[_FC1].n_rows for t in layers if _FC1 in t), default=0),
+        predictor_rank=max((_padded_rank(t[_FC1].n_rows) for t in layers if _FC1 in t), default=0),
     )
 
 
@@ -90,10 +90,22 @@ def _layer_bytes(tensors: dict[str, TensorEntry]) -> LayerBytes:
         up_down=sum(tensor.n_bytes for tensor in rows[1:]) + (down.n_bytes if down else 0),
         predictor=sum(tensor.n_bytes for tensor in predictor),
         device_attention=sum(tensor.device_bytes for tensor in attention),
-        device_predictor=sum(tensor.device_bytes for tensor in predictor),
+        device_predictor=_device_predictor(*predictor) if predictor else 0,
         device_rows=tuple(tensor.device_stride for tensor in rows),
         device_columns=Columns(down.n_rows, *_type_layout(down.type)) if down else None,
     )
+
+
+def _padded_rank(rank: int) -> int:
+    return round_up(rank, 32)
+
+
+def _device_predictor(fc1: TensorEntry, fc2: TensorEntry) -> int:
+    """Return what a predictor takes on a GPU, whose rows have multiples of 32 elements."""
+    rank = fc1.n_rows
+    padded = _padded_rank(rank)
+    fc2_stride = round_up(fc2.n_bytes // fc2.n_rows * padded // rank, 16)
+    return round_up(padded * fc1.device_stride, 256) + round_up(fc2.n_rows * fc2_stride, 256)
 
 
 def _type_layout(kind: int) -> tuple[int, int]:

@@ -173,7 +173,7 @@ def _parse_bytes(flag: str, text: str) -> float:
             f"{flag} {text!r} is no size", hint="give GiB (8, 7.5) or a unit (6000MiB)"
         )
     scale = {"k": 2**10, "m": 2**20, "g": 2**30}[(parts[2] or "g").lower()]
-    return float(parts[1]) * scale
+    return min(float(parts[1]) * scale, 2.0**62)  # more than any machine has
 
 
 def _ram_budget(args: argparse.Namespace) -> int | None:

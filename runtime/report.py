@@ -21,15 +21,17 @@ from powerinfer_toolkit.runtime.plan_report import name
 
 def timing_line(generation: Generation, stats: Stats, ffn_mode: str) -> str:
     """Return speeds, the share of active neurons and a hash of the generated tokens, in one line."""
-    n_decoded = max(
-        0, len(generation.token_ids) - 1
-    )  # the first token comes out of the prompt's step
+    n_decoded = _n_decoded(generation)
     return (
         f"prompt {len(generation.prompt)} tokens, {_speed(len(generation.prompt), generation.prompt_seconds)}"
         f" | decode {n_decoded} tokens, {_speed(n_decoded, generation.decode_seconds)}"
         f" | ffn {ffn_mode}, {stats.active_share:.1%} active"
         f" | tokens {token_hash(generation.token_ids)}"
     )
+
+
+def _n_decoded(generation: Generation) -> int:
+    return max(0, len(generation.token_ids) - 1)  # the first one comes out of the prompt's step
 
 
 def device_line(stats: Stats, plan: Plan) -> str:
@@ -56,7 +58,7 @@ def generation_record(
         "text": text,
         "token_ids": generation.token_ids,
         "prompt_tokens": len(generation.prompt),
-        "decode_tokens": len(generation.token_ids),
+        "decode_tokens": _n_decoded(generation),
         "prompt_seconds": generation.prompt_seconds,
         "decode_seconds": generation.decode_seconds,
         "ffn_mode": name(model.plan.ffn_mode),

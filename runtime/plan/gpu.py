@@ -82,7 +82,10 @@ def place(
     *,
     may_split: bool = True,
 ) -> Plan:
-    """Return the plan with the placement that decodes fastest within the budget; ALL_FREE: what is free."""
+    """Return the plan with everything on the GPU where that fits, else the placement that decodes fastest.
+
+    ALL_FREE: the budget is what is free.
+    """
     budget = _budget(asked_bytes, device)
     everything = _finished(shape, plan, tuple(_moved(u, True) for u in plan.units), budget)
     if gpu_need(shape, everything, everything.units, device).total_bytes <= budget:

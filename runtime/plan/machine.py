@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +43,7 @@ class Machine:
                 profile=MachineProfile(**profile) if profile else None,
             )
             _check_described(machine)
-        except (ValueError, TypeError, AttributeError) as failure:
+        except (ValueError, TypeError, AttributeError, RecursionError) as failure:
             raise PiError(
                 f"not a machine: {failure}",
                 hint="pi-run --dry-run --json prints one under expected.machine; see docs/plan.md",
@@ -52,22 +51,29 @@ class Machine:
         return machine
 
 
+_MOST = 2**62  # of any count, size or rate
+_MAY_BE_ZERO = ("pull_bytes_per_second", "handover_seconds")
+
+
 def _check_described(machine: Machine) -> None:
     """ValueError for numbers that no machine has."""
-    counts: list[object] = [machine.n_cores, machine.n_cpus, machine.available_bytes]
-    rates: list[object] = []
+    counts = _numbers(machine, "n_cores", "n_cpus", "available_bytes")
     if machine.device is not None:
-        device = machine.device
-        counts += [device.n_processors, device.total_bytes, device.free_bytes, device.context_bytes]
-    if machine.profile is not None:
-        profile = machine.profile
-        rates += [profile.gpu_bytes_per_second, profile.cpu_bytes_per_second]
-        rates += [profile.cpu_beside_bytes_per_second, 1 + profile.pull_bytes_per_second]
-        rates += [1 + (profile.handover_seconds or 0)]
-    for value in (*counts, *rates):
-        kind = int | float if value in rates else int
-        if not isinstance(value, kind) or not 0 < value < math.inf:
-            raise ValueError(f"{value!r} is no positive number")
+        names = ("n_processors", "total_bytes", "free_bytes", "context_bytes", "capability")
+        counts |= _numbers(machine.device, *names)
+    for name, value in counts.items():
+        if type(value) is not int or not 0 < value < _MOST:
+            raise ValueError(f"{name} is {value!r}, not a positive whole number")
+    for name, value in vars(machine.profile).items() if machine.profile else ():
+        if value is None and name == "handover_seconds":
+            continue
+        least = 0.0 if name in _MAY_BE_ZERO else 1.0
+        if type(value) not in (int, float) or not least <= value < _MOST:
+            raise ValueError(f"{name} is {value!r}, not a number from {least:g} on")
+
+
+def _numbers(record: object, *names: str) -> dict[str, object]:
+    return {name: getattr(record, name) for name in names}
 
 
 def probe(root: Path = Path("/"), *, cpus: Sequence[int] | None = None) -> Machine:

@@ -149,7 +149,7 @@ class Plan:
             if schema != SCHEMA:
                 raise ValueError(f"its schema is {schema}, this version writes {SCHEMA}")
             return cls(**_parse(document))
-        except (ValueError, TypeError, KeyError, AttributeError) as failure:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as failure:
             raise PiError(
                 f"not a plan: {failure}", hint="write one with pi-run --dry-run --json"
             ) from failure

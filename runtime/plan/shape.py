@@ -68,7 +68,7 @@ class ModelBytes:
     output_norm: int
     device_embedding: int
     device_head: int
-    predictor_rank: int  # of the largest predictor
+    predictor_rank: int  # of the largest predictor, in multiples of 32
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,18 @@ def test_exact(path: Path, plain: tuple[np.ndarray, np.ndarray], name: str) -> N
         np.testing.assert_allclose(np.concatenate(parts), want, atol=ROUNDING)
 
 
+def test_predictors_of_any_rank(tmp_path: Path) -> None:
+    """pi-train-predictor's own rank is 48; the device's kernels take multiples of 32."""
+    path = small_file(tmp_path / "ranks.gguf", dataclasses.replace(SMALL, ranks=(48, 20, 33)))
+    tokens, want = clear_text(path, np.arange(16) > 0)  # all but the sink
+    for ranges in (SPLITS["half"], ((N, N), (N, N), (N, N))):
+        with opened(path, options("predicted"), ranges) as model:
+            for size in (1, 16):
+                model.forget()
+                found = run_chunks(model, tokens, size)
+                np.testing.assert_allclose(found, want, atol=ROUNDING)
+
+
 @pytest.mark.parametrize(
     ("name", "size"),
     [

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as Type
 
 from parity.steps import bits, decode, random_tokens, run_chunks
 from parity.synthetic import Shape, random_weights, uniform, write_gguf
-from powerinfer_toolkit.runtime import Model
+from powerinfer_toolkit.runtime import Model, native_lib
 from powerinfer_toolkit.runtime.sampling import Sampling
 
 SHAPE = Shape(n_layers=3, n_ff=1037, ranks=(32, 64, 32))
@@ -101,3 +101,14 @@ def test_another_seed_gives_another_text(path):
             for seed in (1, 2)
         ]
     assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize(
+    "isa", [name for name, usable in native_lib.instruction_sets() if usable and name != "scalar"]
+)
+def test_a_later_token_changes_none_before(isa, smollm2_gguf):
+    """What a step computes together is no token's business: real values, whose outliers would show in a shared scale."""
+    with Model.load(smollm2_gguf, threads=1, isa=isa) as model:
+        prompt = random_tokens(model.config.n_vocab, 100)
+        other = [*prompt[:-1], (prompt[-1] + 4000) % model.config.n_vocab]
+        assert bits(model.logits(prompt)[:-1]) == bits(model.logits(other)[:-1])

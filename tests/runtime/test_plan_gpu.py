@@ -342,6 +342,12 @@ def test_a_machine_of_a_file():
     )
 
 
+PROFILED = (
+    '{"n_cores": 4, "n_cpus": 8, "available_bytes": 1, "profile": {"gpu_bytes_per_second": 1e12, '
+    '"cpu_bytes_per_second": 5e10, "cpu_beside_bytes_per_second": 4e10, %s}}'
+)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -354,6 +360,12 @@ def test_a_machine_of_a_file():
         '{"n_cores": 4, "n_cpus": 8, "available_bytes": 1, "moon": 2}',
         '{"n_cores": 4, "n_cpus": 8, "available_bytes": 1, "device": {"name": "x"}}',
         '{"n_cores": 4, "n_cpus": 8, "available_bytes": 1, "device": 7}',
+        '{"n_cores": true, "n_cpus": 8, "available_bytes": 1}',
+        '{"n_cores": 4, "n_cpus": 8, "available_bytes": 1' + "0" * 400 + "}",
+        PROFILED % '"pull_bytes_per_second": -0.5',
+        PROFILED % '"handover_seconds": []',
+        PROFILED % '"handover_seconds": 1e999',
+        "[" * 100_000,
     ],
 )
 def test_what_describes_no_machine(text):

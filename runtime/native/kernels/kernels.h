@@ -125,7 +125,6 @@ typedef struct pi_kernels {
                          int64_t out_stride);
     void (*attend_f32)(const pi_attend *a);
     void (*attend_f16)(const pi_attend *a);
-    int64_t rounded_queries; /* from this many on attend_f16 rounds all operands to 16 bits; 0: never */
     void (*to_half)(const float *x, int64_t n, pi_half *out); /* round to nearest even */
 } pi_kernels;
 

@@ -355,6 +355,5 @@ const pi_kernels pi_kernels_scalar = {
     .gemm_rounded = nullptr,
     .attend_f32 = attend<F32>,
     .attend_f16 = attend<F16>,
-    .rounded_queries = 0,
     .to_half = to_half,
 };

@@ -204,47 +204,8 @@ struct AttentionReference {
     double lse, lse_bound;
 };
 
-double norm(const float *x, size_t n) {
-    double squares = 0;
-    for (size_t i = 0; i < n; ++i)
-        squares += static_cast<double>(x[i]) * x[i];
-    return std::sqrt(squares);
-}
-
-double sum_of_magnitudes(const float *x, size_t n) {
-    double sum = 0;
-    for (size_t i = 0; i < n; ++i)
-        sum += std::abs(static_cast<double>(x[i]));
-    return sum;
-}
-
-double largest_magnitude(const float *x, size_t n) {
-    double largest = 0;
-    for (size_t i = 0; i < n; ++i)
-        largest = std::max(largest, std::abs(static_cast<double>(x[i])));
-    return largest;
-}
-
-constexpr double half_step = 0.5 / 32767; // of integers of 16 bits, relative to the largest
-
-// What rounding a query and a key to 16 bits may add to their score: steps are of their lengths.
-double rounding_of_score(const float *q, const float *k, size_t dim, double scale) {
-    return 1.01 * half_step * scale *
-           (norm(q, dim) * sum_of_magnitudes(k, dim) + norm(k, dim) * sum_of_magnitudes(q, dim));
-}
-
-// What rounding weights and values to 16 bits may add to the output: steps of a weight are of the sum of
-// those of PI_ATTEND_PAGES pages, at most 1; values have 13 bits and a sign.
-void add_rounding_of_values(const Floats &v, size_t n_seen, size_t dim, AttentionReference *want) {
-    for (size_t d = 0; d < dim; ++d) {
-        want->out_bound[d] += 1.01 * 0.5 / 8191 * largest_magnitude(v.data(), n_seen * dim);
-        for (size_t p = 0; p < n_seen; ++p)
-            want->out_bound[d] += half_step * std::abs(v[p * dim + d]);
-    }
-}
-
 AttentionReference attention_reference(const float *q, const Floats &k, const Floats &v, int64_t n_seen,
-                                       const AttentionCase &shape, double scale, bool rounded) {
+                                       const AttentionCase &shape, double scale) {
     const size_t dim = size_of(shape.head_dim), n = size_of(n_seen);
     Doubles scores(n), relative(n);
     for (size_t p = 0; p < n; ++p) {
@@ -253,8 +214,6 @@ AttentionReference attention_reference(const float *q, const Floats &k, const Fl
             scores[p] += term;
             relative[p] += static_cast<double>(dim + 2) * u * std::abs(term);
         }
-        if (rounded)
-            relative[p] += rounding_of_score(q, &k[p * dim], dim, scale);
     }
     const double peak = *std::max_element(scores.begin(), scores.end());
     const double n_pages = static_cast<double>(shape.n_positions / PI_PAGE + 1);
@@ -274,8 +233,6 @@ AttentionReference attention_reference(const float *q, const Floats &k, const Fl
             want.out_bound[d] += weight * (relative[p] + worst) * std::abs(v[p * dim + d]);
         }
     }
-    if (rounded)
-        add_rounding_of_values(v, n, dim, &want);
     want.lse = peak + std::log(total);
     want.lse_bound = worst + 4 * u * (1 + std::abs(want.lse));
     return want;
@@ -287,7 +244,6 @@ void test_attention(const pi_kernels &table, const AttentionCase &shape, bool ha
     Floats k = normal(shape.n_positions * shape.head_dim, 2, 2),
            v = normal(shape.n_positions * shape.head_dim, 3, 2);
     const float scale = 1 / std::sqrt(static_cast<float>(shape.head_dim));
-    const bool rounded = half && table.rounded_queries > 0 && shape.n_q >= table.rounded_queries;
     Floats got(q.size()), lse(size_of(shape.n_q));
     check(pi_kernel_attention(table.name, half ? PI_TYPE_F16 : PI_TYPE_F32, q.data(), shape.n_q, k.data(),
                               v.data(), shape.n_positions, shape.head_dim, scale, got.data(), lse.data()));
@@ -302,7 +258,7 @@ void test_attention(const pi_kernels &table, const AttentionCase &shape, bool ha
         const size_t at = size_of(i * shape.head_dim);
         const int64_t n_seen = shape.n_positions - shape.n_q + i + 1;
         const AttentionReference want =
-            attention_reference(&q[at], k, v, n_seen, shape, static_cast<double>(scale), rounded);
+            attention_reference(&q[at], k, v, n_seen, shape, static_cast<double>(scale));
         const auto row = got.begin() + static_cast<int64_t>(at);
         expect_within({row, row + shape.head_dim}, want.out, want.out_bound, what + " attend");
         expect_within({lse[size_of(i)]}, {want.lse}, {want.lse_bound}, what + " attend lse");

@@ -52,14 +52,9 @@ inline void page_scores(const pi_attend *a, int64_t first, int64_t page, float (
     }
 }
 
-struct Weights {
-    float shrink; // what the query's earlier output is multiplied with
-    float largest, sum;
-};
-
 // p [n_pages, PI_PAGE]: scores become exp(score - peak), exactly 0 where not visible; updates the query's
-// peak and sum.
-inline Weights softmax_step(const pi_attend *a, int64_t i, float *p) {
+// peak and sum and returns the factor that its earlier output shrinks by.
+inline float softmax_step(const pi_attend *a, int64_t i, float *p) {
     vfloat largest = vset(-INFINITY);
     for (int64_t page = 0; page < a->n_pages; ++page) {
         const uint32_t visible = a->visible[page * a->n_q + i];
@@ -84,10 +79,9 @@ inline Weights softmax_step(const pi_attend *a, int64_t i, float *p) {
         vstore(p + at, weight);
     }
     const float shrink = vfirst_lane(vexp_negative(vset(old_peak - peak)));
-    const float sum = vsum(total);
     a->peak[i] = peak;
-    a->sum[i] = __builtin_fmaf(a->sum[i], shrink, sum);
-    return {shrink, new_peak < peak ? vfirst_lane(vexp_negative(vset(new_peak - peak))) : 1, sum};
+    a->sum[i] = __builtin_fmaf(a->sum[i], shrink, vsum(total));
+    return shrink;
 }
 
 inline bool sees_nothing(const pi_attend *a, int64_t i) {
@@ -168,7 +162,7 @@ void attend_group(const pi_attend *a, int64_t first) {
     for (int64_t i = 0; i < n_q; ++i) {
         shrink[i] = 1;
         if (!sees_nothing(a, first + i)) {
-            shrink[i] = softmax_step(a, first + i, p[i]).shrink;
+            shrink[i] = softmax_step(a, first + i, p[i]);
             continue;
         }
         for (int64_t at = 0; at < most_positions; at += lanes)

@@ -298,12 +298,10 @@ inline __m128 sum_dots(vdots dots) {
 
 #include "avx512_many_q8.inl"
 
-#include "avx512_attention.inl"
-
 namespace {
 
 constexpr pi_kernels make_avx512_table(const char *name, int (*usable)(void)) {
-    return with_pair_attention(with_many_q8(make_table(name, usable)));
+    return with_many_q8(make_table(name, usable));
 }
 
 } // namespace

@@ -67,7 +67,8 @@ class Ffn {
     // Masks of a few tokens, over all neurons of the layer.
     void predict(uint32_t begin, uint32_t n_tokens) {
         const float *residual = args_.residual + uint64_t{begin} * config_.n_embd;
-        pi_gpu_product first = product(stream_.rows(layer_.predictor_fc1), buffers_.hidden);
+        pi_gpu_product first = product(
+            stream_.rows(layer_.predictor_fc1, 0, padded_rank(layer_.predictor_fc1.n_rows)), buffers_.hidden);
         first.relu = 1;
         device_.call(&pi_gpu_api::multiply, static_cast<const pi_gpu_product *>(&first), 1u, residual,
                      n_tokens, nullptr);

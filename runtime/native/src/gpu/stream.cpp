@@ -55,8 +55,7 @@ void GpuStream::put_layer(const LayerWeights &layer, const LayerPlacement &place
     put_neurons(layer, config, 0, placed.n_hot, PI_PLACE_GPU);
     put_neurons(layer, config, placed.n_hot, placed.n_pull, PI_PLACE_PULL);
     if (predictors) {
-        put(layer.predictor_fc1);
-        put(layer.predictor_fc2);
+        put_predictor(layer.predictor_fc1, layer.predictor_fc2);
     }
     put(layer.attn_norm, config.n_embd);
     put(layer.ffn_norm, config.n_embd);
@@ -79,6 +78,35 @@ void GpuStream::put_neurons(const LayerWeights &layer, const ModelConfig &config
     } else {
         put_columns(layer.down, begin, end, place);
     }
+}
+
+// Kernels take multiples of 32 columns: the rank is filled up with units that are always 0.
+void GpuStream::put_predictor(const Matrix &fc1, const Matrix &fc2) {
+    const uint64_t rank = fc1.n_rows, padded = padded_rank(rank);
+    if (rank == padded) {
+        put(fc1);
+        return put(fc2);
+    }
+    const pi_gpu_rows units = place_for(fc1, padded, PI_PLACE_GPU);
+    pi_gpu_rows part = units;
+    part.n_rows = static_cast<uint32_t>(rank);
+    device.call(&pi_gpu_api::upload_rows, fc1.rows().base, fc1.row_bytes, &part);
+    uint8_t *rest = static_cast<uint8_t *>(const_cast<void *>(units.data)) + rank * units.row_stride;
+    device.call(&pi_gpu_api::zero, static_cast<void *>(rest), (padded - rank) * units.row_stride);
+    matrices_[static_cast<const uint8_t *>(fc1.rows().base)].push_back({0, padded, units});
+
+    Matrix wide = fc2;
+    wide.n_cols = padded;
+    const uint64_t row_bytes = fc2.type->row_bytes(padded);
+    const auto *host = static_cast<const uint8_t *>(fc2.rows().base);
+    std::vector<uint8_t> copy(fc2.n_rows * row_bytes);
+    for (uint64_t i = 0; i < fc2.n_rows; ++i)
+        std::copy_n(host + i * fc2.row_bytes, fc2.row_bytes, copy.data() + i * row_bytes);
+    const pi_gpu_rows rows = place_for(wide, fc2.n_rows, PI_PLACE_GPU);
+    device.call(&pi_gpu_api::upload_rows, static_cast<const void *>(copy.data()), row_bytes, &rows);
+    matrices_[host].push_back({0, fc2.n_rows, rows});
+    file_.drop(static_cast<const uint8_t *>(fc1.rows().base), fc1.n_bytes());
+    file_.drop(host, fc2.n_bytes());
 }
 
 void GpuStream::put(const float *values, uint64_t n) {
@@ -160,7 +188,7 @@ void GpuStream::make_buffers(const ModelConfig &config, const pi_model &model, c
     ffn.up = device.allocate<float>(n * n_ff);
     uint64_t rank = 0;
     for (const LayerWeights &layer : model.weights.layers)
-        rank = std::max(rank, layer.predictor_fc1.n_rows);
+        rank = std::max(rank, padded_rank(layer.predictor_fc1.n_rows));
     const uint64_t together = std::min<uint64_t>(n, GpuFfnBuffers::predicted_together);
     ffn.hidden = device.allocate<float>(together * rank);
     ffn.logits = device.allocate<float>(together * n_ff);

@@ -51,6 +51,11 @@ struct GpuStepBuffers {
     uint64_t tree_capacity;
 };
 
+// Units of a predictor on the device.
+constexpr uint64_t padded_rank(uint64_t rank) {
+    return (rank + 31) / 32 * 32;
+}
+
 struct GpuStream final : Stream {
     GpuStream(const pi_model &model, const Plan &plan, const GpuPlacement &placement);
 
@@ -97,6 +102,7 @@ struct GpuStream final : Stream {
     void put(const Matrix &matrix) { put(matrix, 0, matrix.n_rows, PI_PLACE_GPU); }
     // A range of rows, or of a plain ffn_down's columns, into the memory of a PI_PLACE_*.
     void put(const Matrix &matrix, uint64_t begin, uint64_t end, uint32_t place);
+    void put_predictor(const Matrix &fc1, const Matrix &fc2);
     void put_columns(const Matrix &matrix, uint64_t begin, uint64_t end, uint32_t place);
     pi_gpu_rows place_for(const Matrix &matrix, uint64_t n_rows, uint32_t place);
     void put(const float *values, uint64_t n);
