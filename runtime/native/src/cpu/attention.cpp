@@ -11,8 +11,8 @@ namespace pi {
 namespace {
 
 constexpr uint32_t max_tile_queries = 64; // query rows that share a pass over the pages
-constexpr uint32_t query_group = 8; // that kernels take together: tiles are multiples where they can be
-constexpr uint32_t span_pages = 16; // of a split long context, for steps of few tokens
+constexpr uint32_t query_group = 8;       // that kernels take together: tiles are multiples where they can be
+constexpr uint32_t span_pages = 16;       // of a split long context, for steps of few tokens
 constexpr uint32_t split_tokens = gemv_tokens;
 
 struct Tile {
