@@ -153,14 +153,17 @@ def _add_gpu_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
 
 
 def check_gpu_options(args: argparse.Namespace) -> None:
-    """UsageError for flags that are refused, and for a budget that is no size."""
+    """UsageError for flags that are refused or have nothing to act on, and for a budget that is no size."""
     if args.n_gpu_layers is not None:
         raise UsageError(
             "-ngl is not supported: layers are not placed one by one",
             hint="use --vram-budget GIB, the memory that the GPU part may take",
         )
-    for text in vram_budgets(args):
-        _vram_budget(text)
+    budgets = [_vram_budget(text) for text in vram_budgets(args)]
+    if args.handover != "auto" and not any(budgets):
+        raise UsageError(
+            f"--handover {args.handover} has no effect without a GPU", hint="give --vram-budget GIB"
+        )
 
 
 def _parse_bytes(flag: str, text: str) -> float:

@@ -176,6 +176,7 @@ def test_lists_as_in_llama_bench(flags, numbers):
         (["-p", 600], "above the 512"),
         (["-b", 0], "batch 0"),
         (["-ngl", 1], "-ngl is not supported"),
+        (["--handover", "spin"], "--handover spin has no effect without a GPU"),
         (["--vram-budget", -8], "is out of range"),
         (["--ram-budget", "some"], "is no size"),
         (["--ffn", "predicted"], "predictors"),

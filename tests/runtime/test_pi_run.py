@@ -127,6 +127,7 @@ def test_seeds_repeat_on_any_thread_count(pi_run, dense):
     ("flags", "says"),
     [
         (["-ngl", 20], "-ngl is not supported"),
+        (["--handover", "event"], "--handover event has no effect without a GPU"),
         (["--vram-budget", -2], "is out of range"),
         (["--vram-budget", "much"], "is no size"),
         (["--ffn", "exact"], "ReLU"),
