@@ -103,6 +103,7 @@ def test_another_seed_gives_another_text(path):
     assert texts[0] != texts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "isa", [name for name, usable in native_lib.instruction_sets() if usable and name != "scalar"]
 )
