@@ -127,29 +127,46 @@ void test_rope(const pi_kernels &table, int64_t head_dim, int64_t n_rot, const s
     expect_within(got, want, bound, what + " rope");
 }
 
+// Sums [n_rows, out_stride] that began as `before`, of w [n_rows, n_k] with its strides and the panel x [n_k,
+// panel].
+struct GemmCase {
+    int64_t n_rows, n_k, panel, out_stride, row_stride, k_stride;
+    Floats w, x, before;
+
+    GemmCase(const pi_kernels &table, int64_t rows, int64_t depth, bool transposed)
+        : n_rows(rows), n_k(depth), panel(table.gemm_panel), out_stride(panel + 3),
+          row_stride(transposed ? 1 : n_k), k_stride(transposed ? n_rows : 1), w(normal(n_rows * n_k, 1)),
+          x(normal(n_k * panel, 2)), before(normal(n_rows * out_stride, 3)) {}
+
+    // Float32 sums of products of the factors as round(factor); what lies beyond the panel stays.
+    template <typename Round>
+    void expect(const Floats &got, const Round &round, const std::string &what) const {
+        Doubles want(before.begin(), before.end()), bound(before.size());
+        for (int64_t r = 0; r < n_rows; ++r) {
+            for (int64_t t = 0; t < panel; ++t) {
+                const size_t at = size_of(r * out_stride + t);
+                double magnitude = std::abs(want[at]);
+                for (int64_t k = 0; k < n_k; ++k) {
+                    const double term =
+                        static_cast<double>(round(w[size_of(r * row_stride + k * k_stride)])) *
+                        static_cast<double>(round(x[size_of(k * panel + t)]));
+                    want[at] += term;
+                    magnitude += std::abs(term);
+                }
+                bound[at] = static_cast<double>(n_k + 1) * u * magnitude;
+            }
+        }
+        expect_within(got, want, bound, what);
+    }
+};
+
 void test_gemm(const pi_kernels &table, int64_t n_rows, int64_t n_k, bool transposed,
                const std::string &what) {
-    const int64_t panel = table.gemm_panel, out_stride = panel + 3;
-    const int64_t row_stride = transposed ? 1 : n_k, k_stride = transposed ? n_rows : 1;
-    const Floats w = normal(n_rows * n_k, 1), x = normal(n_k * panel, 2),
-                 before = normal(n_rows * out_stride, 3);
-    Floats got = before;
-    table.gemm_tile(w.data(), row_stride, k_stride, n_rows, x.data(), n_k, got.data(), out_stride);
-    Doubles want(before.begin(), before.end()), bound(before.size());
-    for (int64_t r = 0; r < n_rows; ++r) {
-        for (int64_t t = 0; t < panel; ++t) {
-            const size_t at = size_of(r * out_stride + t);
-            double magnitude = std::abs(want[at]);
-            for (int64_t k = 0; k < n_k; ++k) {
-                const double term = static_cast<double>(w[size_of(r * row_stride + k * k_stride)]) *
-                                    x[size_of(k * panel + t)];
-                want[at] += term;
-                magnitude += std::abs(term);
-            }
-            bound[at] = static_cast<double>(n_k + 1) * u * magnitude;
-        }
-    }
-    expect_within(got, want, bound, what + " gemm_tile");
+    const GemmCase of(table, n_rows, n_k, transposed);
+    Floats got = of.before;
+    table.gemm_tile(of.w.data(), of.row_stride, of.k_stride, n_rows, of.x.data(), n_k, got.data(),
+                    of.out_stride);
+    of.expect(got, [](float factor) { return factor; }, what + " gemm_tile");
 }
 
 // To the nearest bfloat16, ties to even.
@@ -161,35 +178,17 @@ float rounded(float x) {
     return x;
 }
 
-// Both factors are rounded to bfloat16, then as test_gemm. Rows beyond the last and what lies beyond the
-// panel stay.
+// Both factors are rounded to bfloat16. Rows beyond the last stay too.
 void test_gemm_rounded(const pi_kernels &table, int64_t n_rows, int64_t n_k, bool transposed,
                        const std::string &what) {
-    const int64_t panel = table.gemm_panel, out_stride = panel + 3;
-    const int64_t row_stride = transposed ? 1 : n_k, k_stride = transposed ? n_rows : 1;
-    const Floats w = normal(n_rows * n_k, 1), x = normal(n_k * panel, 2),
-                 before = normal(n_rows * out_stride, 3);
+    const GemmCase of(table, n_rows, n_k, transposed);
     const int64_t depth = (n_k + 31) / 32 * 32;
-    Guarded<pi_bf16> packed_w(size_of((n_rows + 31) / 32 * 32 * depth)), packed_x(size_of(panel * depth));
-    table.round_weights(w.data(), row_stride, k_stride, n_rows, n_k, packed_w.data());
-    table.round_panel(x.data(), n_k, packed_x.data());
-    Floats got = before;
-    table.gemm_rounded(packed_w.data(), n_rows, packed_x.data(), n_k, got.data(), out_stride);
-    Doubles want(before.begin(), before.end()), bound(before.size());
-    for (int64_t r = 0; r < n_rows; ++r) {
-        for (int64_t t = 0; t < panel; ++t) {
-            const size_t at = size_of(r * out_stride + t);
-            double magnitude = std::abs(want[at]);
-            for (int64_t k = 0; k < n_k; ++k) {
-                const double term = static_cast<double>(rounded(w[size_of(r * row_stride + k * k_stride)])) *
-                                    rounded(x[size_of(k * panel + t)]);
-                want[at] += term;
-                magnitude += std::abs(term);
-            }
-            bound[at] = static_cast<double>(n_k + 1) * u * magnitude;
-        }
-    }
-    expect_within(got, want, bound, what + " gemm_rounded");
+    Guarded<pi_bf16> packed_w(size_of((n_rows + 31) / 32 * 32 * depth)), packed_x(size_of(of.panel * depth));
+    table.round_weights(of.w.data(), of.row_stride, of.k_stride, n_rows, n_k, packed_w.data());
+    table.round_panel(of.x.data(), n_k, packed_x.data());
+    Floats got = of.before;
+    table.gemm_rounded(packed_w.data(), n_rows, packed_x.data(), n_k, got.data(), of.out_stride);
+    of.expect(got, rounded, what + " gemm_rounded");
 }
 
 struct AttentionCase {

@@ -97,16 +97,9 @@ void GpuStream::put_predictor(const Matrix &fc1, const Matrix &fc2) {
 
     Matrix wide = fc2;
     wide.n_cols = padded;
-    const uint64_t row_bytes = fc2.type->row_bytes(padded);
-    const auto *host = static_cast<const uint8_t *>(fc2.rows().base);
-    std::vector<uint8_t> copy(fc2.n_rows * row_bytes);
-    for (uint64_t i = 0; i < fc2.n_rows; ++i)
-        std::copy_n(host + i * fc2.row_bytes, fc2.row_bytes, copy.data() + i * row_bytes);
-    const pi_gpu_rows rows = place_for(wide, fc2.n_rows, PI_PLACE_GPU);
-    device.call(&pi_gpu_api::upload_rows, static_cast<const void *>(copy.data()), row_bytes, &rows);
-    matrices_[host].push_back({0, fc2.n_rows, rows});
+    put_resized(fc2, fc2.row_bytes, place_for(wide, fc2.n_rows, PI_PLACE_GPU));
     file_.drop(static_cast<const uint8_t *>(fc1.rows().base), fc1.n_bytes());
-    file_.drop(host, fc2.n_bytes());
+    file_.drop(static_cast<const uint8_t *>(fc2.rows().base), fc2.n_bytes());
 }
 
 void GpuStream::put(const float *values, uint64_t n) {
@@ -145,23 +138,27 @@ void GpuStream::put(const Matrix &matrix, uint64_t begin, uint64_t end, uint32_t
     parts.push_back({begin, end, rows});
 }
 
-// Through a copy without the other columns, some rows at a time.
 void GpuStream::put_columns(const Matrix &matrix, uint64_t begin, uint64_t end, uint32_t place) {
     const Matrix columns = matrix.columns(begin, end);
-    const auto *host = static_cast<const uint8_t *>(columns.rows().base);
-    const uint64_t row_bytes = matrix.type->row_bytes(end - begin), each = tile_bytes / row_bytes + 1;
-    const pi_gpu_rows rows = place_for(columns, columns.n_rows, place);
-    std::vector<uint8_t> copy(std::min(each, columns.n_rows) * row_bytes);
-    for (uint64_t first = 0; first < columns.n_rows; first += each) {
+    put_resized(columns, matrix.type->row_bytes(end - begin), place_for(columns, columns.n_rows, place));
+    file_.drop(static_cast<const uint8_t *>(matrix.rows().base), matrix.n_bytes());
+}
+
+// Rows of another length than the file's, through a copy of some at a time: the first n_bytes of each, then
+// zeros.
+void GpuStream::put_resized(const Matrix &matrix, uint64_t n_bytes, const pi_gpu_rows &rows) {
+    const auto *host = static_cast<const uint8_t *>(matrix.rows().base);
+    const uint64_t row_bytes = matrix.type->row_bytes(rows.n_cols), each = tile_bytes / row_bytes + 1;
+    std::vector<uint8_t> copy(std::min(each, matrix.n_rows) * row_bytes);
+    for (uint64_t first = 0; first < matrix.n_rows; first += each) {
         pi_gpu_rows part = rows;
         part.data = static_cast<const uint8_t *>(rows.data) + first * rows.row_stride;
-        part.n_rows = static_cast<uint32_t>(std::min(each, columns.n_rows - first));
+        part.n_rows = static_cast<uint32_t>(std::min(each, matrix.n_rows - first));
         for (uint64_t i = 0; i < part.n_rows; ++i)
-            std::copy_n(host + (first + i) * matrix.row_bytes, row_bytes, copy.data() + i * row_bytes);
+            std::copy_n(host + (first + i) * matrix.row_bytes, n_bytes, copy.data() + i * row_bytes);
         device.call(&pi_gpu_api::upload_rows, static_cast<const void *>(copy.data()), row_bytes, &part);
     }
-    file_.drop(static_cast<const uint8_t *>(matrix.rows().base), matrix.n_bytes());
-    matrices_[host].push_back({0, columns.n_rows, rows});
+    matrices_[host].push_back({0, matrix.n_rows, rows});
 }
 
 pi_gpu_rows GpuStream::rows(const Matrix &matrix, uint64_t begin, uint64_t end) const {

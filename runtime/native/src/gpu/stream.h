@@ -104,6 +104,7 @@ struct GpuStream final : Stream {
     void put(const Matrix &matrix, uint64_t begin, uint64_t end, uint32_t place);
     void put_predictor(const Matrix &fc1, const Matrix &fc2);
     void put_columns(const Matrix &matrix, uint64_t begin, uint64_t end, uint32_t place);
+    void put_resized(const Matrix &matrix, uint64_t n_bytes, const pi_gpu_rows &rows);
     pi_gpu_rows place_for(const Matrix &matrix, uint64_t n_rows, uint32_t place);
     void put(const float *values, uint64_t n);
     void put_layer(const LayerWeights &layer, const LayerPlacement &placed, const ModelConfig &config,
