@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from powerinfer_toolkit import __version__
 from powerinfer_toolkit.artifact import new_file
@@ -54,9 +55,7 @@ def read_bandwidth(machine: Machine, *, again: bool = False) -> Bandwidth:
     stored = None if again else _load(path, identity)
     found = measure(machine) if stored is None else _raised(stored, machine)
     if found != stored:
-        with suppress(OSError, PiError):  # a home that cannot be written is no reason to stop
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _store(path, identity, found)
+        keep(path, {"identity": identity, "rates": found.rates, "measured_on": found.measured_on})
     return found
 
 
@@ -105,6 +104,14 @@ def cache_folder() -> Path:
     return Path(cache) / "powerinfer-toolkit"
 
 
+def keep(path: Path, record: dict[str, Any]) -> None:
+    """Write a measurement to its file; a home that cannot be written is no reason to stop."""
+    with suppress(OSError, PiError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(path, force=True) as temporary:
+            temporary.write_text(json.dumps(record, indent=1))
+
+
 def machine_identity(machine: Machine) -> dict[str, str | int]:
     """Return what measurements belong to."""
     return {
@@ -125,9 +132,3 @@ def _load(path: Path, identity: dict[str, str | int]) -> Bandwidth | None:
         return Bandwidth(rates, str(profile["measured_on"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _store(path: Path, identity: dict[str, str | int], found: Bandwidth) -> None:
-    profile = {"identity": identity, "rates": found.rates, "measured_on": found.measured_on}
-    with new_file(path, force=True) as temporary:
-        temporary.write_text(json.dumps(profile, indent=1))

@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer_toolkit.gguf_format import COVERAGE_POINTS, Activation
-from powerinfer_toolkit.runtime.plan.need import kv_token_bytes, uses_predictor
+from powerinfer_toolkit.runtime.plan.need import is_on_gpu, kv_token_bytes, uses_predictor
 from powerinfer_toolkit.runtime.plan.plan import (
     FfnMode,
     LayerPlace,
-    Placement,
     Plan,
     Side,
     UnitKind,
@@ -236,7 +235,7 @@ def token_cost(
         layer_cost(reads, place, profile, profile.handover(plan.handover))
         for place in layer_places(plan.units, shape.n_layers)
     )
-    on_gpu = any(u.kind is UnitKind.HEAD and u.placement is Placement.GPU for u in plan.units)
+    on_gpu = is_on_gpu(plan.units, UnitKind.HEAD)
     rate = profile.gpu_bytes_per_second if on_gpu else profile.cpu_bytes_per_second
     return TokenCost(layers, reads.head(), on_gpu, reads.head() / rate)
 

@@ -95,7 +95,7 @@ def gpu_need(shape: ModelShape, plan: Plan, units: tuple[Unit, ...], device: Dev
     parts = shape.parts
     places = [p for p in layer_places(units, shape.n_layers) if p.side is not Side.CPU]
     weights = sum(layer_weight_bytes(shape, plan, place) for place in places)
-    embedding, head = (_on_gpu(units, kind) for kind in (UnitKind.EMBEDDING, UnitKind.HEAD))
+    embedding, head = (is_on_gpu(units, kind) for kind in (UnitKind.EMBEDDING, UnitKind.HEAD))
     if head:
         norm = 256 * math.ceil(shape.n_embd / 64)
         weights += norm + (parts.device_head or parts.device_embedding)
@@ -116,7 +116,8 @@ def layer_weight_bytes(shape: ModelShape, plan: Plan, place: LayerPlace) -> int:
     return size.device_attention + predictor + size.device_neurons(place.n_hot)
 
 
-def _on_gpu(units: Iterable[Unit], kind: UnitKind) -> bool:
+def is_on_gpu(units: Iterable[Unit], kind: UnitKind) -> bool:
+    """Return whether a part of the model, no layer's, is on the GPU."""
     return any(u.kind is kind and u.placement is Placement.GPU for u in units)
 
 
@@ -175,7 +176,7 @@ def _mapped_bytes(shape: ModelShape, plan: Plan, places: list[LayerPlace]) -> in
     if not plan.uses_gpu:
         return shape.weight_bytes - (0 if plan.predicted_tokens else shape.predictor_bytes)
     parts = shape.parts
-    embedding, head = (_on_gpu(plan.units, kind) for kind in (UnitKind.EMBEDDING, UnitKind.HEAD))
+    embedding, head = (is_on_gpu(plan.units, kind) for kind in (UnitKind.EMBEDDING, UnitKind.HEAD))
     # A tied head on the GPU leaves the rows of the embedding, which are read one by one, where they are.
     once = (0 if embedding else parts.embedding) + (0 if head else parts.head + parts.output_norm)
     return once + sum(_layer_mapped_bytes(shape, plan, place) for place in places)

@@ -7,16 +7,15 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from powerinfer_toolkit import console
-from powerinfer_toolkit.artifact import new_file
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.runtime import native_lib
 from powerinfer_toolkit.runtime.plan.bandwidth import (
     cache_folder,
+    keep,
     machine_identity,
     pass_bytes,
     probe_rate,
@@ -48,10 +47,7 @@ def machine_profile(machine: Machine, device: Device, *, again: bool = False) ->
     except PiError as failure:
         console.warning(f"the rates of this machine are assumed, not measured: {failure.message}")
         return UNMEASURED
-    with suppress(OSError, PiError):  # a home that cannot be written is no reason to stop
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(path, force=True) as temporary:
-            temporary.write_text(json.dumps({"identity": identity, "profile": asdict(found)}))
+    keep(path, {"identity": identity, "profile": asdict(found)})
     return found
 
 
