@@ -174,7 +174,7 @@ __device__ __forceinline__ void finish_row(const pi_gpu_attention &work, uint32_
 // span.
 template <int group, int pairs>
 __device__ __forceinline__ void merge_warps(const pi_gpu_attention &work, const Spans &spans,
-                                            const float (*shared_out)[group][2 * pairs * warp_size],
+                                            const float2 (*shared_out)[group][pairs * warp_size],
                                             const float2 (*totals)[group], uint32_t g, uint32_t row) {
     const uint32_t head_dim = work.kv.head_dim;
     float peak = -INFINITY, sum = 0;
@@ -188,7 +188,9 @@ __device__ __forceinline__ void merge_warps(const pi_gpu_attention &work, const 
     for (uint32_t d = threadIdx.x; d < head_dim; d += blockDim.x) {
         float value = 0;
         for (int w = 0; w < n_warps; ++w)
-            value += totals[w][g].y == 0 ? 0 : shared_out[w][g][d] * expf(totals[w][g].x - peak);
+            value += totals[w][g].y == 0
+                         ? 0
+                         : reinterpret_cast<const float *>(shared_out[w][g])[d] * expf(totals[w][g].x - peak);
         out[d] = value * scale;
     }
     if (spans.n == 1)
@@ -222,7 +224,7 @@ template <typename T, int group, int pairs>
 __global__ void __launch_bounds__(n_warps *warp_size)
     attend_kernel(const __grid_constant__ pi_gpu_attention work, const __grid_constant__ Spans spans) {
     __shared__ float q[group][max_head_dim];
-    __shared__ float shared_out[n_warps][group][2 * pairs * warp_size];
+    __shared__ float2 shared_out[n_warps][group][pairs * warp_size]; // floats would be aligned as floats are
     __shared__ float2 totals[n_warps][group];
     const uint32_t token = blockIdx.y, head_dim = work.kv.head_dim;
     const uint32_t lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
@@ -255,7 +257,7 @@ __global__ void __launch_bounds__(n_warps *warp_size)
             totals[warp][g] = {run.peak[g], run.sum[g]};
 #pragma unroll
         for (int i = 0; i < pairs; ++i)
-            reinterpret_cast<float2 *>(shared_out[warp][g])[i * warp_size + lane] = run.out[g][i];
+            shared_out[warp][g][i * warp_size + lane] = run.out[g][i];
     }
     __syncthreads();
     for (uint32_t g = 0; g < heads.n; ++g)
