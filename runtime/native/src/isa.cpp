@@ -10,8 +10,7 @@
 namespace pi {
 namespace {
 
-// The last one that is usable is chosen where none is asked for. Before avx512 stand those that are used by
-// name only: amx as long as no processor that has it has run it (docs/LOG.md), and its stand-in for tests.
+// The last one that is usable is chosen where none is asked for; never amx's stand-in for tests.
 constexpr const pi_kernels *tables[] = {
     &pi_kernels_scalar,
 #if defined(__x86_64__)
@@ -19,7 +18,7 @@ constexpr const pi_kernels *tables[] = {
 #ifdef PI_AMX_EMULATOR
     &pi_kernels_amx_emulated,
 #endif
-    &pi_kernels_amx,          &pi_kernels_avx512,
+    &pi_kernels_avx512,       &pi_kernels_amx,
 #elif defined(__aarch64__)
     &pi_kernels_neon,
     &pi_kernels_neon_dotprod,
