@@ -128,7 +128,7 @@ def train_group(
     """Train one stack of every rank in the settings on the activations of `layers`. Raises PiError for NaN."""
     stacks = _new_stacks(context, layers, whitening)
     steps = _Steps(context, stacks, _n_steps(context, blocks))
-    with _tf32():
+    with tf32():
         for epoch in range(context.settings.num_train_epochs):
             order = np.random.default_rng([context.settings.seed, epoch]).permutation(len(blocks))
             for tokens in context.batches(blocks[order], f"train {_span(layers)}"):
@@ -256,13 +256,20 @@ def cost_loss(logits: Tensor, costs: Costs) -> Tensor:
 
 
 @contextlib.contextmanager
-def _tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+def tf32() -> Iterator[None]:
+    """Let products of float32 matrices run as TF32.
+
+    torch from 2.9 on keeps the setting under a new name and refuses to answer under the old one in a process
+    where anything, transformers' Trainer for one, has used the new one.
+    """
+    matmul = torch.backends.cuda.matmul
+    name, value = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(matmul, name)
+    setattr(matmul, name, value)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        setattr(matmul, name, before)
 
 
 def _span(layers: Sequence[int]) -> str:
