@@ -21,12 +21,14 @@ N = 1000
 RELU = 1
 PAGE = 32
 MOST_SERIES = 16  # that an engine keeps
+GRAPH_BYTES = 8 << 20  # of the device, more than a graph of these tests takes
 
 
 @contextmanager
 def captured(device: Device) -> Iterator[Ptr]:
     """A graph of what is queued within; a test that fails there leaves no capture behind."""
     graph = Ptr()
+    device.reserve(0, 0, 0, GRAPH_BYTES)
     device.begin_capture()
     try:
         yield graph
@@ -86,7 +88,7 @@ def test_what_waits_or_moves_memory_is_refused_while_recording(
         "synchronize": device.synchronize,
         "begin_capture": device.begin_capture,
         "launch_graph": lambda: device.launch_graph(None),
-        "scratch": lambda: device.reserve(1 << 28, 0, 0, 0),
+        "scratch": lambda: device.reserve(1 << 28, 0, 0, GRAPH_BYTES),
     }
     with captured(device) as graph:
         multiply_by(device, x, x)
@@ -113,7 +115,7 @@ def test_scratch_stays_where_graphs_know_it(device: Device) -> None:
     with captured(device) as graph:
         multiply_by(device, x, x)
     with pytest.raises(DeviceError, match="more scratch than was reserved before graphs were made"):
-        device.reserve(1 << 28, 0, 0, 0)
+        device.reserve(1 << 28, 0, 0, GRAPH_BYTES)
     device.release_graph(graph)
 
 

@@ -98,6 +98,8 @@ __global__ void stamp_kernel(uint64_t *at) {
 int32_t allocate_host(pi_gpu *gpu, uint64_t n_bytes, void **host, void **device) {
     return operate(gpu, [&](pi_gpu &) {
         *host = *device = nullptr;
+        if (n_bytes == 0)
+            return; // where nothing is, nothing can be mapped
         void *data = nullptr;
         check(cudaHostAlloc(&data, n_bytes, cudaHostAllocMapped), "pinning host memory");
         const cudaError_t mapped = cudaHostGetDevicePointer(device, data, 0);

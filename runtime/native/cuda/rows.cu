@@ -104,6 +104,8 @@ uint64_t row_stride(uint32_t kernel_type, uint32_t n_cols) {
 int32_t upload_rows(pi_gpu *gpu, const void *host, uint64_t row_bytes, const pi_gpu_rows *rows) {
     return operate(gpu, [&](pi_gpu &device) {
         require_rows(*rows);
+        if (rows->n_rows == 0)
+            return; // a device starts no kernel without blocks
         const auto *from = static_cast<const uint8_t *>(host);
         if (layouts[rows->kernel_type].n_fields ==
             0) // lengths in multiples of 32: the stride is the row's bytes

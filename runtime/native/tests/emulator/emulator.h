@@ -53,8 +53,9 @@ void *dynamic_shared();
 const uint8_t *exchange(const void *value, size_t n_bytes);
 void barrier();
 void queue(std::function<void()> work);
-void flush_queue(); // what is queued may begin, on a thread of its own
-void run_queue();   // until all is done
+void refuse_launch(); // the next cudaGetLastError tells
+void flush_queue();   // what is queued may begin, on a thread of its own
+void run_queue();     // until all is done
 void run_blocks(dim3 grid, dim3 block, const std::function<void()> &thread);
 
 float from_half(uint16_t bits);
@@ -172,6 +173,7 @@ T atomicMin(T *to, T x) {
 
 enum cudaError_t {
     cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
     cudaErrorMemoryAllocation = 2,
     cudaErrorNotReady = 600,
     cudaErrorStreamCaptureUnsupported = 900,
@@ -190,9 +192,7 @@ struct cudaDeviceProp {
 };
 
 const char *cudaGetErrorString(cudaError_t error);
-inline cudaError_t cudaGetLastError() {
-    return cudaSuccess;
-}
+cudaError_t cudaGetLastError(); // and forgets it
 cudaError_t cudaGetDeviceCount(int *n);
 cudaError_t cudaSetDevice(int ordinal);
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int ordinal);
@@ -235,6 +235,8 @@ void be_patient(); // gives its turn to the program's threads
 
 template <typename... Params, typename... Args>
 void start_kernel(void (*kernel)(Params...), dim3 grid, dim3 block, size_t, cudaStream_t, Args... args) {
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) // a device starts no kernel without blocks
+        return emulator::refuse_launch();
     std::tuple<Params...> values(static_cast<Params>(args)...);
     emulator::queue([=] { emulator::run_blocks(grid, block, [&] { std::apply(kernel, values); }); });
 }

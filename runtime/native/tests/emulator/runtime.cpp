@@ -111,7 +111,24 @@ void run_queue() {
     the_queue().wait();
 }
 
+namespace {
+cudaError_t last_error = cudaSuccess; // of the program's thread
+} // namespace
+
+void refuse_launch() {
+    last_error = cudaErrorInvalidValue;
+}
+
 } // namespace emulator
+
+namespace {
+constexpr size_t graph_bytes = 64u << 10; // of the device, for each that can be launched
+size_t n_graphs = 0;
+} // namespace
+
+cudaError_t cudaGetLastError() {
+    return std::exchange(emulator::last_error, cudaSuccess);
+}
 
 uint64_t pi_cuda::global_time_ns() {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
@@ -134,6 +151,8 @@ const char *cudaGetErrorString(cudaError_t error) {
     switch (error) {
     case cudaSuccess:
         return "no error";
+    case cudaErrorInvalidValue:
+        return "invalid argument";
     case cudaErrorMemoryAllocation:
         return "out of memory";
     case cudaErrorNotReady:
@@ -157,7 +176,8 @@ cudaError_t cudaDeviceGetPCIBusId(char *, int, int) {
     return cudaErrorMemoryAllocation;
 }
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
-    *free_bytes = *total_bytes = size_t{4} << 30;
+    *total_bytes = size_t{4} << 30;
+    *free_bytes = *total_bytes - graph_bytes * n_graphs;
     return cudaSuccess;
 }
 cudaError_t cudaFree(void *) {
@@ -168,12 +188,15 @@ cudaError_t cudaMallocHost(void **out, size_t n_bytes) {
     return *out == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void **out, size_t n_bytes, unsigned) {
+    *out = nullptr;
+    if (n_bytes == 0)
+        return cudaSuccess;
     *out = std::aligned_alloc(256, (n_bytes + 255) / 256 * 256);
     return *out == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned) {
     *device = host;
-    return cudaSuccess;
+    return host == nullptr ? cudaErrorInvalidValue : cudaSuccess;
 }
 cudaError_t cudaFreeHost(void *data) {
     std::free(data);
@@ -235,6 +258,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *out) {
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long) {
     *out = new emulated_graph(*graph);
+    ++n_graphs;
     return cudaSuccess;
 }
 cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) {
@@ -253,6 +277,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
     return cudaSuccess;
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
+    n_graphs -= graph != nullptr ? 1 : 0;
     delete graph;
     return cudaSuccess;
 }
