@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-ABI = 2
+ABI = 3
 U32, I32, U64, F32, Ptr = ct.c_uint32, ct.c_int32, ct.c_uint64, ct.c_float, ct.c_void_p
 
 # PI_KT_*, in the order of kernels.h: name -> GGUF type id
@@ -201,7 +201,7 @@ class Api(ct.Structure):
         ("rms_norm", _function(Ptr, Ptr, Ptr, U32, U32, F32, Ptr)),
         ("gated", _function(Ptr, U32, F32, Ptr, U64, Ptr, Ptr)),
         ("log_probabilities", _function(Ptr, Ptr, U32, U32, Ptr, Ptr)),
-        ("argmax", _function(Ptr, Ptr, U32, U32, Ptr)),
+        ("top", _function(Ptr, Ptr, U32, U32, U32, Ptr)),
         ("record", _function(Ptr, Ptr, U32, Ptr)),
         (
             "place_heads",

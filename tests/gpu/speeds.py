@@ -142,13 +142,13 @@ def rates(device: Device) -> None:
 
 def small(device: Device) -> None:
     x, out = device.put(np.ones(N_FF, np.float32)), device.empty(4 * N_FF)
-    operations = {
-        "rms_norm": lambda _: device.rms_norm(x, x, 1, N_EMBD, 1e-5, out),
-        "argmax of 32,000": lambda _: device.argmax(logits, 1, N_VOCAB, out),
-    }
-    logits = device.put(np.ones(N_VOCAB, np.float32))
-    for name, work in operations.items():
-        print(f"{name:16} {best_us(device, work, 300):7.1f} us")
+    us = best_us(device, lambda _: device.rms_norm(x, x, 1, N_EMBD, 1e-5, out), 300)
+    print(f"{'rms_norm':21} {us:7.1f} us")
+    for n_vocab in (N_VOCAB, 152_064):
+        logits = device.put(np.random.default_rng(0).standard_normal(n_vocab, np.float32))
+        for n_top in (1, 64, 128, 256):
+            us = best_us(device, lambda _: device.top(logits, 1, n_vocab, n_top, out), 300)  # noqa: B023 - called here
+            print(f"top {n_top:3} of {n_vocab:9,} {us:7.1f} us")
 
 
 class Token:

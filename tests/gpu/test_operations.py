@@ -49,21 +49,19 @@ def test_gated(device: Device, activation: int) -> None:
 
 
 @pytest.mark.parametrize("n_vocab", [33, 49_152])
-def test_log_probabilities_and_argmax(device: Device, n_vocab: int) -> None:
+def test_log_probabilities(device: Device, n_vocab: int) -> None:
     logits = normal(4, n_vocab) * 8
     logits[1, [7, 30]] = 100  # the smaller index of equal ones
     logits[3, -1] = 90
     targets = np.array([3, 30, -1, n_vocab - 1], np.int32)
-    data, out, best = device.put(logits), device.poisoned(4), device.poisoned(4, np.int32)
+    data, out = device.put(logits), device.poisoned(4)
     device.log_probabilities(data, 4, n_vocab, device.put(targets), out)
-    device.argmax(data, 4, n_vocab, best)
     x = logits.astype(np.float64)
     log_sum = np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1)) + x.max(-1)
     want = x[np.arange(4), targets] - log_sum
     got = device.get(out, 4)
     assert np.isnan(got[2])
     np.testing.assert_allclose(got[[0, 1, 3]], want[[0, 1, 3]], rtol=2e-6, atol=1e-5)
-    np.testing.assert_array_equal(device.get(best, 4, np.int32), logits.argmax(-1))
 
 
 @pytest.mark.parametrize("n", [1, 31, 1024, 11_008])

@@ -65,28 +65,6 @@ __global__ void log_probabilities_kernel(const float *logits, uint32_t n_vocab, 
         out[blockIdx.x] = target < 0 ? NAN : row[target] - largest - logf(sum);
 }
 
-__global__ void argmax_kernel(const float *logits, uint32_t n_vocab, int32_t *out) {
-    __shared__ float shared[warp_size];
-    __shared__ int first;
-    const float *row = logits + uint64_t{n_vocab} * blockIdx.x;
-    float largest = -INFINITY;
-    for (uint32_t i = threadIdx.x; i < n_vocab; i += blockDim.x)
-        largest = fmaxf(largest, row[i]);
-    largest = block_max(largest, shared);
-    if (threadIdx.x == 0)
-        first = INT32_MAX;
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < n_vocab; i += blockDim.x) {
-        if (row[i] == largest) {
-            atomicMin(&first, static_cast<int>(i));
-            break;
-        }
-    }
-    __syncthreads();
-    if (threadIdx.x == 0)
-        out[blockIdx.x] = first == INT32_MAX ? 0 : first; // nothing but NaN
-}
-
 unsigned grid_of(uint64_t n) {
     return std::max(1u, std::min(ceil_div(n, threads), 4096u));
 }
@@ -124,13 +102,6 @@ int32_t log_probabilities(pi_gpu *gpu, const float *logits, uint32_t n_rows, uin
     return operate(gpu, [&](pi_gpu &device) {
         launch("log-probabilities", device, log_probabilities_kernel, n_rows, row_threads, 0, logits, n_vocab,
                targets, out);
-    });
-}
-
-int32_t argmax(pi_gpu *gpu, const float *logits, uint32_t n_rows, uint32_t n_vocab, int32_t *out) {
-    return operate(gpu, [&](pi_gpu &device) {
-        launch("finding the largest logit", device, argmax_kernel, n_rows, row_threads, 0, logits, n_vocab,
-               out);
     });
 }
 

@@ -40,7 +40,7 @@ int32_t gated(pi_gpu *, uint32_t activation, float threshold, const float *up, u
               uint64_t *n_active);
 int32_t log_probabilities(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab,
                           const int32_t *targets, float *out);
-int32_t argmax(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab, int32_t *out);
+int32_t top(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_top, uint32_t *out);
 int32_t record(pi_gpu *, const float *activations, uint32_t n, uint64_t *words);
 int32_t place_heads(pi_gpu *, const pi_gpu_kv *, const pi_gpu_step *, const pi_gpu_rope *, float *q,
                     const float *k, const float *v);

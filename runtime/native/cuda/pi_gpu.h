@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define PI_GPU_ABI 2u
+#define PI_GPU_ABI 3u
 #define PI_GPU_ENTRY "pi_gpu_api_get"
 #define PI_GPU_MAX_PRODUCTS 4
 
@@ -226,8 +226,11 @@ typedef struct pi_gpu_api {
                      uint64_t *n_active);
     int32_t (*log_probabilities)(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab,
                                  const int32_t *targets, float *out);
-    /* out [n_rows]: smallest index of the largest logit */
-    int32_t (*argmax)(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab, int32_t *out);
+    /* out [n_rows, 2 n_top + 1]: the tokens of the n_top largest logits (at most PI_MAX_TOP), the largest
+     * first, equal ones by token, NaN before all; then these logits, and last the log of the row's sum of
+     * exp(logit - largest), logits as float32. Beyond n_vocab: UINT32_MAX and -inf. */
+    int32_t (*top)(pi_gpu *, const float *logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_top,
+                   uint32_t *out);
 
     /* Sets bit i % 64 of word i / 64 for each i < n whose activation is not 0. */
     int32_t (*record)(pi_gpu *, const float *activations, uint32_t n, uint64_t *words);

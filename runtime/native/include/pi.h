@@ -44,6 +44,9 @@ enum {
     PI_TYPE_NVFP4 = 40
 };
 
+/* Most of a row's largest logits that a step finds. */
+#define PI_MAX_TOP 256u
+
 enum { PI_ACTIVATION_SILU = 0, PI_ACTIVATION_RELU = 1 };
 enum { PI_FFN_DENSE = 0, PI_FFN_EXACT = 1, PI_FFN_PREDICTED = 2 };
 

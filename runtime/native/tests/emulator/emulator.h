@@ -137,6 +137,11 @@ inline float __uint_as_float(uint32_t bits) {
     std::memcpy(&x, &bits, sizeof x);
     return x;
 }
+inline uint32_t __float_as_uint(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
 inline __half __ushort_as_half(uint16_t bits) {
     return {bits};
 }
