@@ -266,7 +266,7 @@ def _decode(model: Model, n: int) -> None:
     with Sampler(Sampling(temperature=0)) as sampler:
         token = SEED % model.config.n_vocab
         for _ in range(n):
-            model.engine.run(Batch([token], want_logits=True))
+            model.engine.run(Batch([token], want_logits=True, want_top=sampler.n_top()))
             token, _ = sampler.sample(model.engine)
 
 

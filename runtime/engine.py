@@ -18,7 +18,7 @@ from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.runtime import native_lib
 from powerinfer_toolkit.runtime.model_file import ModelFile
 from powerinfer_toolkit.runtime.native_handle import NativeHandle
-from powerinfer_toolkit.runtime.native_lib import BytePtr, FloatPtr, Int32Ptr, UInt64Ptr
+from powerinfer_toolkit.runtime.native_lib import BytePtr, FloatPtr, Int32Ptr, UInt32Ptr, UInt64Ptr
 from powerinfer_toolkit.runtime.plan.machine import threads_on
 from powerinfer_toolkit.runtime.plan.plan import Plan
 
@@ -42,10 +42,20 @@ class Batch:
     sequences: npt.ArrayLike = 0  # ids in [0, n_sequences)
     positions: npt.ArrayLike | None = None  # None: right after what each sequence holds
     want_logits: npt.ArrayLike = False
+    want_top: npt.ArrayLike = 0  # of wanted tokens: so many of the largest logits; 0: all of them
     targets: npt.ArrayLike | None = None  # token whose log-probability is wanted, -1 for none
     ffn_rules: npt.ArrayLike = FfnRule.AUTO
     tree_mask: npt.ArrayLike | None = None  # uint64 [n_tokens, ceil(n_tokens / 64)], see pi.h
     embeddings: npt.ArrayLike | None = None  # float32 [n_tokens, n_embd] instead of tokens
+
+
+@dataclass(frozen=True)
+class TopLogits:
+    """The largest logits of a row: the largest first, equal ones by token, NaN before all."""
+
+    tokens: npt.NDArray[np.int32]  # [n]
+    logits: npt.NDArray[np.float32]  # [n]
+    log_sum: float  # log of the row's sum of exp(logit - largest)
 
 
 @dataclass(frozen=True)
@@ -153,10 +163,19 @@ class Engine(NativeHandle):
         self._ended = self._ticket.value
 
     def logits(self) -> npt.NDArray[np.float32]:
-        """Return a copy of the last step's logits, float32 [n_wanted, n_vocab]."""
+        """Return a copy of the last step's logits, float32 [n_wanted without a want_top, n_vocab]."""
         n_rows, data = ct.c_uint32(), FloatPtr()
         self._library.pi_engine_logits(self.handle, ct.byref(n_rows), ct.byref(data))
         return _copy(data, (n_rows.value, self.n_vocab))
+
+    def top(self, row: int = 0) -> TopLogits:
+        """Return a copy of the largest logits of a wanted token; UsageError where all of them were wanted."""
+        n, log_sum = ct.c_uint32(), ct.c_float()
+        tokens, logits = Int32Ptr(), FloatPtr()
+        results = (ct.byref(one) for one in (n, tokens, logits, log_sum))
+        self._library.pi_engine_top(self.handle, row, *results)
+        ids = np.array(np.ctypeslib.as_array(tokens, shape=(n.value,)))
+        return TopLogits(ids, _copy(logits, (n.value,)), log_sum.value)
 
     def record_fired(self, on: bool) -> None:
         """Turn the record of which neurons fire on or off."""
@@ -252,6 +271,7 @@ class Engine(NativeHandle):
             ("sequences", Int32Ptr, sequences),
             ("tree_mask", UInt64Ptr, _tree_mask(batch.tree_mask, n_tokens)),
             ("want_logits", BytePtr, _bytes("want_logits", batch.want_logits, n_tokens)),
+            ("want_top", UInt32Ptr, _counts("want_top", batch.want_top, n_tokens)),
             ("targets", Int32Ptr, _targets(batch.targets, n_tokens, self.n_vocab)),
             ("ffn_rules", BytePtr, _bytes("ffn_rules", batch.ffn_rules, n_tokens)),
         ]
@@ -313,6 +333,10 @@ def _targets(
     if values is None:
         return None
     return int32_array("targets", values, n_tokens, lower=-1, upper=n_vocab)
+
+
+def _counts(what: str, values: npt.ArrayLike, n_tokens: int) -> npt.NDArray[np.uint32]:
+    return int32_array(what, values, n_tokens).view(np.uint32)
 
 
 def _bytes(what: str, values: npt.ArrayLike, n_tokens: int) -> npt.NDArray[np.uint8]:

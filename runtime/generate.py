@@ -87,16 +87,17 @@ class Generation(Iterator[Token]):
 
     def _read_prompt(self) -> tuple[int, float]:
         start = time.perf_counter()
-        self._user = self._model.start_text(self.prompt)
         for token_id in self.prompt:
             self._sampler.accept(token_id)
+        self._user = self._model.start_text(self.prompt, self._sampler.n_top())
         drawn = self._sampler.sample(self._model.engine)
         self.prompt_seconds = time.perf_counter() - start
         return drawn
 
     def _decode(self) -> tuple[int, float]:
         start = time.perf_counter()
-        if not self._model.continue_text(self._user, self.token_ids[-1]):
+        n_top = self._sampler.n_top()
+        if not self._model.continue_text(self._user, self.token_ids[-1], n_top):
             self._finish("context")
         drawn = self._sampler.sample(self._model.engine)
         self.decode_seconds += time.perf_counter() - start

@@ -201,8 +201,11 @@ class Model:
         """Empty sequence 0, which the next text then shares nothing with."""
         self._take_sequence(0)
 
-    def start_text(self, tokens: Sequence[int]) -> int:
-        """Make sequence 0 hold `tokens` with the logits of the last one at hand; return its user's id."""
+    def start_text(self, tokens: Sequence[int], want_top: int = 0) -> int:
+        """Make sequence 0 hold `tokens` with the logits of the last one at hand; return its user's id.
+
+        `want_top`: so many of the largest ones, 0: all.
+        """
         pairs = zip(self._cached, tokens[:-1], strict=False)
         n_kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self._take_sequence(n_kept)
@@ -212,12 +215,15 @@ class Model:
         for begin in range(0, ids.size, self.plan.max_batch_tokens):
             chunk = ids[begin : begin + self.plan.max_batch_tokens]
             last = np.arange(begin, begin + chunk.size) == ids.size - 1
-            self._step(Batch(chunk, want_logits=last, ffn_rules=rule))
+            self._step(Batch(chunk, want_logits=last, want_top=want_top, ffn_rules=rule))
             self._cached += chunk.tolist()
         return user
 
-    def continue_text(self, user: int, token: int) -> bool:
-        """Append a token to sequence 0 and compute its logits; False when the context is full."""
+    def continue_text(self, user: int, token: int, want_top: int = 0) -> bool:
+        """Append a token to sequence 0 and compute its logits; False when the context is full.
+
+        `want_top`: the largest ones, as in start_text.
+        """
         if user != self._text_id:
             raise PiError(
                 "another call has taken the model's sequence from this generation",
@@ -225,7 +231,7 @@ class Model:
             )
         if len(self._cached) >= self.plan.n_context:
             return False
-        self._step(Batch([token], want_logits=True))
+        self._step(Batch([token], want_logits=True, want_top=want_top))
         self._cached.append(token)
         return True
 

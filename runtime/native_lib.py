@@ -87,6 +87,10 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "pi_engine_wait": (_STATUS, [Handle, _U64, _U32, UInt32Ptr]),
     "pi_engine_abort": (_STATUS, [Handle]),
     "pi_engine_logits": (_STATUS, [Handle, UInt32Ptr, _ROWS]),
+    "pi_engine_top": (
+        _STATUS,
+        [Handle, _U32, UInt32Ptr, ct.POINTER(Int32Ptr), _ROWS, FloatPtr],
+    ),
     "pi_engine_logprobs": (_STATUS, [Handle, UInt32Ptr, _ROWS]),
     "pi_engine_set_recording": (_STATUS, [Handle, ct.c_uint32]),
     "pi_engine_fired": (
@@ -105,6 +109,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "pi_sampler_create": (_STATUS, [ct.POINTER(SamplerParams), HandlePtr]),
     "pi_sampler_free": (None, [Handle]),
     "pi_sampler_accept": (_STATUS, [Handle, _I32]),
+    "pi_sampler_top": (_STATUS, [Handle, UInt32Ptr]),
     "pi_sampler_sample": (_STATUS, [Handle, Handle, _U32, Int32Ptr, FloatPtr]),
     "pi_sampler_sample_logits": (_STATUS, [Handle, FloatPtr, _U32, Int32Ptr, FloatPtr]),
     "pi_kernel_dequantize": (_STATUS, [_TEXT, _U32, _DATA, _I64, _I64, FloatPtr]),

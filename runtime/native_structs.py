@@ -139,6 +139,7 @@ class Batch(_Sized):
         ("ffn_rules", BytePtr),
         ("n_position_axes", ct.c_uint32),
         ("reserved", ct.c_uint32),
+        ("want_top", UInt32Ptr),
     )
 
 

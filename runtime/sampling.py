@@ -73,8 +73,17 @@ class Sampler(NativeHandle):
         """Take note of a token of the text, prompt included, for the repeat penalty."""
         self._library.pi_sampler_accept(self.handle, token)
 
+    def n_top(self) -> int:
+        """Return how many of the largest logits the next draw needs (want_top); 0: all of them."""
+        n_top = ct.c_uint32()
+        self._library.pi_sampler_top(self.handle, ct.byref(n_top))
+        return n_top.value
+
     def sample(self, engine: Engine, row: int = 0) -> tuple[int, float]:
-        """Draw from a row of the engine's last logits; return (token, its natural-log probability)."""
+        """Draw from the last step's logits of a wanted token; return (token, its natural-log probability).
+
+        The token is the same whether all logits were wanted or n_top() of the largest; UsageError for fewer.
+        """
         token, logprob = ct.c_int32(), ct.c_float()
         self._library.pi_sampler_sample(
             self.handle, engine.handle, row, ct.byref(token), ct.byref(logprob)

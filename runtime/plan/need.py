@@ -33,6 +33,7 @@ TILE_BYTES = 32 * 2**20  # that the device library dequantises at a time
 ROUNDING_BYTES = 16 * 2**20  # of allocations to pages of the device
 GRAPH_BYTES = 32 * 2**20  # kept for recorded steps
 LOGIT_ROWS = 64  # rows of the head computed at a time
+MAX_TOP = 256  # largest logits that are found of a row
 PREDICTED_TOGETHER = 16  # tokens that the predictor runs for at a time
 
 
@@ -126,7 +127,7 @@ def _working_bytes(shape: ModelShape, plan: Plan, device: Device) -> int:
     n_kv, rank = shape.n_kv_heads * shape.head_dim, shape.parts.predictor_rank
     row = 3 * shape.n_embd + 2 * n_q + 2 * n_kv + shape.n_rot
     pulled = n * shape.n_embd  # the share of pulled neurons, where there are any
-    floats = n * row + min(n, LOGIT_ROWS) * shape.n_vocab + pulled
+    floats = n * row + min(n, LOGIT_ROWS) * (shape.n_vocab + 2 * MAX_TOP + 1) + pulled
     predicted = min(n, PREDICTED_TOGETHER) * (shape.n_ff + rank)
     words = n * math.ceil(shape.n_ff / 64)
     lists = 2 * n * shape.n_ff + predicted + 2 * n + 4 * words
@@ -135,11 +136,12 @@ def _working_bytes(shape: ModelShape, plan: Plan, device: Device) -> int:
     spans = math.ceil(4 * device.n_processors / shape.n_kv_heads)
     attention = (n + spans) * shape.n_heads * (shape.head_dim + 2)
     sums = (2 * device.n_processors + shape.n_embd // 1024 + 1) * 1024
+    tops = min(n, 16) * math.ceil(shape.n_vocab / 2048) * 2 * (MAX_TOP + 1)
     longest = max(shape.n_ff, shape.n_embd, n_q) + 32
     halves = n * (2 * longest + 4)
     tile = TILE_BYTES + 64 * longest
     return (
-        4 * (floats + lists + step + max(attention, sums))
+        4 * (floats + lists + step + max(attention, sums, tops))
         + halves
         + tile
         + GRAPH_BYTES

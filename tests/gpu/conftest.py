@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpu.device import Device, DeviceError, library_path, opened
-from gpu.models import MICRO, MINI, NANO, Synth, has_driver
+from gpu.models import MICRO, SHAPES_OF_TESTS, Synth, has_driver
 from powerinfer_toolkit.gguf_format import TensorType
 from powerinfer_toolkit.runtime.plan import surroundings
 from powerinfer_toolkit.runtime.plan.profile import UNMEASURED
@@ -75,7 +75,7 @@ def device_library() -> Iterator[None]:
 def synth(tmp_path_factory: pytest.TempPathFactory, device_library: None) -> Iterator[Synth]:
     """synth(outtype, dense_twin=False, shape=MICRO) -> random weights with predictors, made once."""
     made: dict[tuple[object, ...], Path] = {}
-    SHAPES.update({shape.name: shape for shape in (MICRO, MINI, NANO)})
+    SHAPES.update({shape.name: shape for shape in SHAPES_OF_TESTS})
 
     def write(outtype: str, dense_twin: bool = False, shape: str = MICRO.name) -> Path:
         key = (outtype, dense_twin, shape)
@@ -87,5 +87,5 @@ def synth(tmp_path_factory: pytest.TempPathFactory, device_library: None) -> Ite
         return made[key]
 
     yield write
-    for shape in (MICRO, MINI, NANO):
+    for shape in SHAPES_OF_TESTS:
         del SHAPES[shape.name]

@@ -20,6 +20,10 @@ N_VOCAB = 256
 MICRO = SynthShape("micro", 2, 256, 512, 8, 4, N_VOCAB, 1024)
 MINI = SynthShape("mini", 2, 64, 128, 2, 1, N_VOCAB, 1024)  # where only the order of work matters
 NANO = SynthShape("nano", 1, 64, 64, 2, 1, N_VOCAB, 128)
+WORDY = SynthShape(
+    "wordy", 1, 64, 64, 2, 1, 5000, 256
+)  # with a vocabulary that logits are chosen from
+SHAPES_OF_TESTS = (MICRO, MINI, NANO, WORDY)
 
 Synth = Callable[..., Path]  # see the fixture
 

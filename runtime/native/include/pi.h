@@ -229,6 +229,8 @@ typedef struct pi_batch {
     const uint8_t *ffn_rules;   /* [n_tokens] PI_RULE_*, or NULL: all PI_RULE_AUTO */
     uint32_t n_position_axes;   /* 1 for text */
     uint32_t reserved;
+    const uint32_t *want_top; /* [n_tokens] of a wanted token: 0, or so many of its largest logits instead of
+                               * all, at most PI_MAX_TOP; or NULL: all 0 */
 } pi_batch;
 
 typedef struct pi_stats {
@@ -274,8 +276,14 @@ PI_API pi_status pi_engine_submit(pi_engine *engine, const pi_batch *batch, uint
 PI_API pi_status pi_engine_wait(pi_engine *engine, uint64_t ticket, uint32_t timeout_ms, uint32_t *done);
 /* Ends the running step with PI_INTERRUPTED at its next layer; callable from any thread. */
 PI_API pi_status pi_engine_abort(pi_engine *engine);
-/* Of the last finished step; valid until the next submit. Rows follow the batch's wanted tokens. */
+/* Of the last finished step; valid until the next submit. Rows follow the batch's wanted tokens, without
+ * those whose want_top is not 0. */
 PI_API pi_status pi_engine_logits(const pi_engine *engine, uint32_t *n_rows, const float **data);
+/* Of the wanted token `row`, whose want_top is not 0: its largest logits [*n], the largest first, equal ones
+ * by token, NaN before all; and the natural log of the sum of exp(logit - largest) over the vocabulary, so
+ * that a token's log-probability is its logit - largest - log_sum. Valid until the next submit. */
+PI_API pi_status pi_engine_top(const pi_engine *engine, uint32_t row, uint32_t *n, const int32_t **tokens,
+                               const float **logits, float *log_sum);
 /* [n_tokens] natural-log probabilities of the batch's targets, NaN where none was asked. */
 PI_API pi_status pi_engine_logprobs(const pi_engine *engine, uint32_t *n, const float **data);
 /* Turns on (or off) the record of which neurons fire; it costs time and memory. */
@@ -320,8 +328,11 @@ PI_API pi_status pi_sampler_create(const pi_sampler_params *params, pi_sampler *
 PI_API void pi_sampler_free(pi_sampler *sampler);
 /* Tells the sampler of a token of the text (prompt tokens too), for the repeat penalty. */
 PI_API pi_status pi_sampler_accept(pi_sampler *sampler, int32_t token);
-/* Draws from row `row` of the engine's last logits. *logprob is the token's log-probability under the model's
- * own distribution; NULL spares its computation. */
+/* How many of the largest logits the next draw needs (want_top) to be the same as from all; 0: all of them.
+ */
+PI_API pi_status pi_sampler_top(const pi_sampler *sampler, uint32_t *n_top);
+/* Draws from the logits of the engine's last step of the wanted token `row`: all, or the largest ones.
+ * *logprob is the token's log-probability under the model's own distribution; NULL spares its computation. */
 PI_API pi_status pi_sampler_sample(pi_sampler *sampler, const pi_engine *engine, uint32_t row, int32_t *token,
                                    float *logprob);
 PI_API pi_status pi_sampler_sample_logits(pi_sampler *sampler, const float *logits, uint32_t n_vocab,

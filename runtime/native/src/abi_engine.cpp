@@ -3,12 +3,27 @@
 #include "sampler.h"
 #include "status.h"
 
+#include <algorithm>
+
 namespace {
 
 void draw(pi_sampler &sampler, const float *logits, uint32_t n_vocab, int32_t *token, float *logprob) {
     *token = sampler.sample(logits, n_vocab);
     if (logprob != nullptr)
         *logprob = pi::log_probability(logits, n_vocab, *token);
+}
+
+// Without tokens where all logits were wanted.
+const pi::TopLogits &row_of(const pi::Results &results, uint32_t row) {
+    if (row >= results.tops.size())
+        pi::throw_usage("the last step has no such row of logits");
+    return results.tops[row];
+}
+
+const float *whole_row(const pi::Results &results, uint32_t row, uint32_t n_vocab) {
+    const auto begin = results.tops.begin();
+    const auto before = std::count_if(begin, begin + row, [](const auto &top) { return top.tokens.empty(); });
+    return results.logits.data() + static_cast<size_t>(before) * n_vocab;
 }
 
 } // namespace
@@ -52,6 +67,21 @@ pi_status pi_engine_logits(const pi_engine *engine, uint32_t *n_rows, const floa
             pi::require(n_rows, "n_rows") =
                 static_cast<uint32_t>(results.logits.size() / engine->config().n_vocab);
             pi::require(data, "data") = results.logits.data();
+        });
+    });
+}
+
+pi_status pi_engine_top(const pi_engine *engine, uint32_t row, uint32_t *n, const int32_t **tokens,
+                        const float **logits, float *log_sum) {
+    return pi::guarded([&] {
+        pi::require(engine, "engine").with_results([&](const pi::Results &results) {
+            const pi::TopLogits &top = row_of(results, row);
+            if (top.tokens.empty())
+                pi::throw_usage("all logits of this row were wanted");
+            pi::require(n, "n") = static_cast<uint32_t>(top.tokens.size());
+            pi::require(tokens, "tokens") = top.tokens.data();
+            pi::require(logits, "logits") = top.logits.data();
+            pi::require(log_sum, "log_sum") = top.log_sum;
         });
     });
 }
@@ -166,6 +196,10 @@ pi_status pi_sampler_accept(pi_sampler *sampler, int32_t token) {
     return pi::guarded([&] { pi::require(sampler, "sampler").accept(token); });
 }
 
+pi_status pi_sampler_top(const pi_sampler *sampler, uint32_t *n_top) {
+    return pi::guarded([&] { pi::require(n_top, "n_top") = pi::require(sampler, "sampler").n_top(); });
+}
+
 pi_status pi_sampler_sample_logits(pi_sampler *sampler, const float *logits, uint32_t n_vocab, int32_t *token,
                                    float *logprob) {
     return pi::guarded([&] {
@@ -182,10 +216,12 @@ pi_status pi_sampler_sample(pi_sampler *sampler, const pi_engine *engine, uint32
         pi::require(token, "token");
         pi::require(engine, "engine").with_results([&](const pi::Results &results) {
             const uint32_t n_vocab = engine->config().n_vocab;
-            if (row >= results.logits.size() / n_vocab)
-                pi::throw_usage("the last step has no such row of logits");
-            const float *logits = results.logits.data() + uint64_t{row} * n_vocab;
-            draw(*sampler, logits, n_vocab, token, logprob);
+            const pi::TopLogits &top = row_of(results, row);
+            if (top.tokens.empty())
+                return draw(*sampler, whole_row(results, row, n_vocab), n_vocab, token, logprob);
+            *token = sampler->sample(top, n_vocab);
+            if (logprob != nullptr)
+                *logprob = pi::log_probability(top, *token);
         });
     });
 }

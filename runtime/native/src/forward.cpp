@@ -29,6 +29,7 @@ Buffers::Buffers(const Ops &ops, Stream &stream, const ModelConfig &config, uint
     attended = take(n * config.n_embd_q());
     block = take(n * config.n_embd);
     logits = take(uint64_t{std::min(max_tokens, logit_rows)} * config.n_vocab);
+    top = take(std::min(max_tokens, logit_rows) * top_words(PI_MAX_TOP));
 }
 
 Buffers::~Buffers() {
@@ -131,8 +132,12 @@ uint32_t Forward::end_of_graph(uint32_t part, const Pass &pass) const {
 
 void Forward::in_graph(Side &side, uint32_t part, uint32_t end, const Pass &pass) const {
     const std::vector<uint32_t> &rows = pass.step.rows;
-    GraphKey key = {part, end, pass.step.n_tokens(), static_cast<uint32_t>(rows.size()),
-                    are_neighbours(rows) ? rows.front() : UINT32_MAX};
+    GraphKey key = {part,
+                    end,
+                    pass.step.n_tokens(),
+                    static_cast<uint32_t>(rows.size()),
+                    are_neighbours(rows) ? rows.front() : UINT32_MAX,
+                    pass.step.n_top};
     for (uint32_t t = 0; t < pass.step.n_tokens(); ++t)
         key.push_back(uint32_t{pass.modes[t]} << 8 | pass.exact_layer_modes[t]);
     const auto queue_parts = [&](Answers answers) {
@@ -282,30 +287,54 @@ void Forward::head(Side &side, const Step &step, uint32_t begin) const {
     const InputNorm norm = {model.weights.output_norm, config.rms_eps, side.buffers.normed};
     const Product product = whole(model.weights.head, nullptr, side.buffers.logits);
     side.ops.matmul(side.stream, {&product, 1}, rows, &norm, nullptr, n);
+    if (step.n_top > 0)
+        side.ops.top(side.stream, side.buffers.logits, n, config.n_vocab, step.n_top, side.buffers.top);
 }
 
-// Moves what the caller asked of the computed rows to the results: whole rows, or one number each.
+std::vector<float> Forward::queue_logits(Side &side, std::span<const uint32_t> rows, const Pass &pass) const {
+    const Step &step = pass.step;
+    std::vector<float> &logits = pass.results.logits;
+    const uint64_t n_vocab = model.config.n_vocab;
+    for (size_t i = 0; i < rows.size(); ++i) {
+        const auto found = std::lower_bound(step.wanted.begin(), step.wanted.end(), rows[i]);
+        const auto at = static_cast<size_t>(found - step.wanted.begin());
+        if (found == step.wanted.end() || *found != rows[i] || step.tops[at] != 0)
+            continue;
+        logits.resize(logits.size() + n_vocab); // there is room: nothing moves
+        side.ops.download(side.stream, side.buffers.logits + i * n_vocab, n_vocab,
+                          &logits[logits.size() - n_vocab]);
+    }
+    std::vector<float> top(step.n_top == 0 ? 0 : rows.size() * top_words(step.n_top));
+    if (!top.empty())
+        side.ops.download(side.stream, side.buffers.top, top.size(), top.data());
+    return top;
+}
+
+// Moves what the caller asked of the computed rows to the results: whole rows, their largest logits, or one
+// number each.
 void Forward::read_rows(Side &side, std::span<const uint32_t> rows, const Pass &pass) const {
     const Step &step = pass.step;
     Results &results = pass.results;
-    const uint64_t n_vocab = model.config.n_vocab;
+    const uint32_t n_vocab = model.config.n_vocab;
+    const std::vector<float> top = queue_logits(side, rows, pass);
     std::vector<int32_t> targets;
-    for (size_t i = 0; i < rows.size(); ++i) {
-        if (!step.targets.empty())
-            targets.push_back(step.targets[rows[i]]);
-        if (!std::binary_search(step.wanted.begin(), step.wanted.end(), rows[i]))
-            continue;
-        results.logits.resize(results.logits.size() + n_vocab); // there is room: nothing moves
-        side.ops.download(side.stream, side.buffers.logits + i * n_vocab, n_vocab,
-                          &results.logits[results.logits.size() - n_vocab]);
-    }
+    for (size_t i = 0; i < rows.size() && !step.targets.empty(); ++i)
+        targets.push_back(step.targets[rows[i]]);
     std::vector<float> logprobs(targets.size());
     if (!targets.empty())
         side.ops.log_probabilities(side.stream, side.buffers.logits, static_cast<uint32_t>(rows.size()),
-                                   model.config.n_vocab, targets.data(), logprobs.data());
+                                   n_vocab, targets.data(), logprobs.data());
     side.ops.synchronize(side.stream);
     for (size_t i = 0; i < targets.size(); ++i)
         results.logprobs[rows[i]] = logprobs[i];
+    for (size_t i = 0; i < rows.size(); ++i) {
+        const size_t at = results.tops.size();
+        if (at == step.wanted.size() || step.wanted[at] != rows[i])
+            continue;
+        const uint32_t n = std::min(step.tops[at], n_vocab);
+        results.tops.push_back(n == 0 ? TopLogits{}
+                                      : read_top(top.data() + i * top_words(step.n_top), step.n_top, n));
+    }
 }
 
 // The rows of the head a few at a time: a long scored text never needs all logits at once.
@@ -313,8 +342,10 @@ void Forward::finish(Side &side, const Pass &pass) const {
     const std::vector<uint32_t> &rows = pass.step.rows;
     Results &results = pass.results;
     results.logits.clear();
-    results.logits.reserve(pass.step.wanted.size() *
-                           uint64_t{model.config.n_vocab}); // what the plan counts, no more
+    results.tops.clear();
+    const auto n_whole = std::count(pass.step.tops.begin(), pass.step.tops.end(), 0u);
+    results.logits.reserve(static_cast<size_t>(n_whole) *
+                           model.config.n_vocab); // what the plan counts, no more
     results.logprobs.assign(pass.step.targets.size(), std::numeric_limits<float>::quiet_NaN());
     for (uint32_t begin = 0; begin < rows.size(); begin += rows_each()) {
         if (begin > 0)

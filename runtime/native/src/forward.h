@@ -4,6 +4,7 @@
 #include "model.h"
 #include "ops.h"
 #include "plan.h"
+#include "top.h"
 
 #include <algorithm>
 #include <atomic>
@@ -13,7 +14,8 @@ namespace pi {
 
 // What a step leaves behind.
 struct Results {
-    std::vector<float> logits;   // [wanted, n_vocab]
+    std::vector<float> logits;   // [wanted whole, n_vocab]
+    std::vector<TopLogits> tops; // [wanted] without tokens where all logits are
     std::vector<float> logprobs; // [n_tokens] or empty
     std::vector<uint64_t> fired; // [n_tokens, n_layers, fired_words] or empty; see pi_engine_fired
     uint32_t n_tokens = 0;
@@ -37,6 +39,7 @@ class Buffers {
     float *attended; // [n_tokens, n_embd_q]
     float *block;    // [n_tokens, n_embd] output of attention or FFN before it is added
     float *logits;   // [logit_rows, n_vocab]
+    float *top;      // [logit_rows, top_words(n_top)]
 
     static constexpr uint32_t logit_rows = 64; // rows of the head computed at a time
 
@@ -170,6 +173,8 @@ struct Forward {
     void head(Side &side, const Step &step, uint32_t begin) const;
     void finish(Side &side, const Pass &pass) const;
     void read_rows(Side &side, std::span<const uint32_t> rows, const Pass &pass) const;
+    // Queues the wanted logits of the computed rows; returns where the rows' largest ones arrive.
+    std::vector<float> queue_logits(Side &side, std::span<const uint32_t> rows, const Pass &pass) const;
 };
 
 } // namespace pi

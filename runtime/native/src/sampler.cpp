@@ -34,6 +34,11 @@ float pi::log_probability(const float *logits, uint32_t n_vocab, int32_t token) 
     return static_cast<float>(static_cast<double>(logits[token] - peak) - std::log(sum));
 }
 
+float pi::log_probability(const TopLogits &top, int32_t token) {
+    const auto at = std::find(top.tokens.begin(), top.tokens.end(), token) - top.tokens.begin();
+    return top.logits[static_cast<size_t>(at)] - top.logits[0] - top.log_sum;
+}
+
 pi_sampler::pi_sampler(const pi_sampler_params &params) : params_(params), random_state_(params.seed) {
     pi::require_size(params, "sampler params");
     require_finite("temperature", params.temperature);
@@ -56,7 +61,44 @@ int32_t pi_sampler::sample(const float *logits, uint32_t n_vocab) {
     if (params_.temperature <= 0 && params_.repeat_penalty == 1.0f)
         return likeliest(logits, n_vocab);
     fill_candidates(logits, n_vocab);
-    penalise_repeats();
+    penalise_repeats([&](int32_t token) {
+        const bool known = token >= 0 && static_cast<uint32_t>(token) < n_vocab;
+        return known ? &candidates_[static_cast<size_t>(token)] : nullptr;
+    });
+    return choose();
+}
+
+int32_t pi_sampler::sample(const pi::TopLogits &top, uint32_t n_vocab) {
+    const size_t n = top.tokens.size();
+    if (n_top() == 0 || n < std::min(n_top(), n_vocab))
+        pi::throw_usage("the row's " + std::to_string(n) + " largest logits are not enough to sample from");
+    const float largest = top.logits[0]; // NaN, where there is one
+    if (!(largest < std::numeric_limits<float>::infinity()) ||
+        largest == -std::numeric_limits<float>::infinity())
+        throw_not_finite();
+    candidates_.clear();
+    for (size_t i = 0; i < n; ++i)
+        candidates_.push_back({top.tokens[i], top.logits[i]});
+    penalise_repeats([&](int32_t token) {
+        const auto found = std::find(top.tokens.begin(), top.tokens.end(), token);
+        return found == top.tokens.end() ? nullptr
+                                         : &candidates_[static_cast<size_t>(found - top.tokens.begin())];
+    });
+    return choose();
+}
+
+uint32_t pi_sampler::n_top() const {
+    const bool penalised = params_.repeat_penalty != 1.0f;
+    const bool greedy = params_.temperature <= 0;
+    // Below 1 the penalty lifts tokens that are not among the largest.
+    if (params_.repeat_penalty < 1.0f || (!greedy && params_.top_k <= 0))
+        return 0;
+    const uint64_t kept = greedy ? 1 : static_cast<uint64_t>(params_.top_k);
+    const uint64_t needed = kept + (penalised ? repeated_tokens().size() : 0); // all of those may fall behind
+    return needed <= PI_MAX_TOP ? static_cast<uint32_t>(needed) : 0;
+}
+
+int32_t pi_sampler::choose() {
     if (params_.temperature <= 0)
         return std::min_element(candidates_.begin(), candidates_.end(), before<Candidate>)->token;
     keep_top_k();
@@ -91,22 +133,27 @@ void pi_sampler::fill_candidates(const float *logits, uint32_t n_vocab) {
         throw_not_finite();
 }
 
-// Keskar et al. 2019 (CTRL), section 4.1: logits of recent tokens are divided by the penalty, or multiplied
-// when negative.
-void pi_sampler::penalise_repeats() {
-    if (params_.repeat_penalty == 1.0f)
-        return;
+std::vector<int32_t> pi_sampler::repeated_tokens() const {
     const size_t n = params_.repeat_last_n < 0
                          ? recent_.size()
                          : std::min(recent_.size(), static_cast<size_t>(params_.repeat_last_n));
     std::vector<int32_t> tokens(recent_.end() - static_cast<std::ptrdiff_t>(n), recent_.end());
     std::sort(tokens.begin(), tokens.end());
     tokens.erase(std::unique(tokens.begin(), tokens.end()), tokens.end());
-    for (const int32_t token : tokens) {
-        if (token < 0 || static_cast<size_t>(token) >= candidates_.size())
-            continue;
-        float &logit = candidates_[static_cast<size_t>(token)].logit;
-        logit = logit > 0 ? logit / params_.repeat_penalty : logit * params_.repeat_penalty;
+    return tokens;
+}
+
+// Keskar et al. 2019 (CTRL), section 4.1: logits of recent tokens are divided by the penalty, or multiplied
+// when negative.
+template <typename Find>
+void pi_sampler::penalise_repeats(const Find &find) {
+    if (params_.repeat_penalty == 1.0f)
+        return;
+    for (const int32_t token : repeated_tokens()) {
+        if (Candidate *candidate = find(token); candidate != nullptr) {
+            float &logit = candidate->logit;
+            logit = logit > 0 ? logit / params_.repeat_penalty : logit * params_.repeat_penalty;
+        }
     }
 }
 

@@ -7,6 +7,8 @@
 namespace pi {
 namespace {
 
+constexpr uint32_t top_step = 64;
+
 void require_token(int32_t token, uint32_t n_vocab, const char *what) {
     if (token < 0 || static_cast<uint32_t>(token) >= n_vocab)
         throw_usage(std::string(what) + " " + std::to_string(token) + " is not in the vocabulary of " +
@@ -82,11 +84,18 @@ void Step::read_outputs(const pi_batch &batch, const ModelConfig &config) {
     }
     for (uint32_t i = 0; i < batch.n_tokens; ++i) {
         const bool want = batch.want_logits != nullptr && batch.want_logits[i] != 0;
-        if (want)
+        if (want) {
             wanted.push_back(i);
+            tops.push_back(batch.want_top == nullptr ? 0 : batch.want_top[i]);
+            n_top = std::max(n_top, tops.back());
+        }
         if (want || (!targets.empty() && targets[i] >= 0))
             rows.push_back(i);
     }
+    if (n_top > PI_MAX_TOP)
+        throw_usage("want_top is at most " + std::to_string(PI_MAX_TOP));
+    if (n_top > 1) // a graph for each size
+        n_top = (n_top + top_step - 1) / top_step * top_step;
 }
 
 uint32_t Step::oldest_visible(uint32_t token) const {

@@ -33,6 +33,8 @@ class Step {
     std::vector<int32_t> sequences;                   // [n_tokens]
     std::vector<uint32_t> slots;                      // [n_tokens] place in the sequence's pages
     std::vector<uint32_t> wanted;                     // tokens whose logits are wanted, ascending
+    std::vector<uint32_t> tops;                       // [wanted] 0: all logits, else how many of the largest
+    uint32_t n_top = 0;                               // found in every row: the most of tops, rounded up
     std::vector<uint32_t> rows;                       // those and the ones with a target, ascending
     std::vector<int32_t> targets;                     // [n_tokens] or empty
     std::vector<uint8_t> rules;                       // [n_tokens] PI_RULE_*

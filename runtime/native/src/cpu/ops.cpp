@@ -1,6 +1,7 @@
 // ops.cpp: the CPU backend's row-wise operations and its table.
 #include "../isa.h"
 #include "../sampler.h"
+#include "../top.h"
 #include "stream.h"
 
 #include <algorithm>
@@ -140,6 +141,13 @@ void place_heads(CpuStream &stream, const AttentionArgs &args, float *q, float *
     store_kv(stream, *args.cache, *args.step, args.layer, k, v);
 }
 
+void top(CpuStream &stream, const float *logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_top,
+         float *out) {
+    stream.pool.run(n_rows, [&](int64_t i, uint32_t) {
+        find_top(logits + i * n_vocab, n_vocab, n_top, out + static_cast<uint64_t>(i) * top_words(n_top));
+    });
+}
+
 void log_probabilities(CpuStream &stream, const float *logits, uint32_t n_rows, uint32_t n_vocab,
                        const int32_t *targets, float *host) {
     stream.pool.run(n_rows, [&](int64_t i, uint32_t) {
@@ -196,6 +204,7 @@ constexpr Ops cpu_ops = {
     .place_heads = Entry<place_heads>::call,
     .attend = Entry<cpu_attend>::call,
     .ffn = Entry<ffn>::call,
+    .top = Entry<top>::call,
     .log_probabilities = Entry<log_probabilities>::call,
     .synchronize = Entry<synchronize>::call,
     .expect_shares = Entry<expect_shares>::call,

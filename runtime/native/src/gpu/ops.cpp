@@ -103,6 +103,11 @@ void attend(GpuStream &stream, const AttentionArgs &args) {
     stream.device.call(&pi_gpu_api::attend, &work);
 }
 
+void top(GpuStream &stream, const float *logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_top,
+         float *out) {
+    stream.device.call(&pi_gpu_api::top, logits, n_rows, n_vocab, n_top, reinterpret_cast<uint32_t *>(out));
+}
+
 void log_probabilities(GpuStream &stream, const float *logits, uint32_t n_rows, uint32_t n_vocab,
                        const int32_t *targets, float *host) {
     const auto *on_device = reinterpret_cast<const int32_t *>(stream.indices(targets, n_rows));
@@ -225,6 +230,7 @@ constexpr Ops gpu_ops = {
     .place_heads = Entry<place_heads>::call,
     .attend = Entry<attend>::call,
     .ffn = Entry<gpu_ffn>::call,
+    .top = Entry<top>::call,
     .log_probabilities = Entry<log_probabilities>::call,
     .synchronize = Entry<synchronize>::call,
     .expect_shares = nullptr,
