@@ -182,7 +182,8 @@ tsan: .venv/dev build/stress.gguf ## stress test under ThreadSanitizer
 
 # ---- GPU --------------------------------------------------------------------------------------------------
 
-# Needs no environment of ours and no network: cmake, ninja, nvcc, and a python3 with numpy, pytest and hypothesis.
+# Needs no environment of ours and no network: cmake, ninja, nvcc, and a python3 with numpy, gguf, libgguf, pytest and
+# hypothesis.
 GPU_LIB := build/gpu/runtime/native/libpi.so
 GPU_PYTEST = env PYTHONPATH=src PI_LIB=$(CURDIR)/$(GPU_LIB) $(PYTHON) -m pytest -p no:cacheprovider
 
