@@ -14,7 +14,7 @@ from powerinfer_toolkit.runtime.model import Model
 from powerinfer_toolkit.runtime.plan.plan import Placement, Plan, UnitKind
 from powerinfer_toolkit.runtime.sampling import Sampler, Sampling
 
-N_TOKENS = 16
+N_TOKENS = 10
 SAMPLINGS = {
     "greedy": Sampling(temperature=0, seed=0),
     "top 40, penalty": Sampling(top_k=40, repeat_penalty=1.3, seed=1),
@@ -38,7 +38,7 @@ def prompt(n: int) -> list[int]:
 def text(model: Model, sampling: Sampling, *, whole: bool) -> list[tuple[int, float]]:
     """Tokens and log-probabilities, drawn from all logits or from those that the sampler needs."""
     model.engine.kv_truncate(0, 0)
-    tokens, drawn = prompt(20), []
+    tokens, drawn = prompt(12), []
     with Sampler(sampling) as sampler:
         for _ in range(N_TOKENS):
             for token in tokens:

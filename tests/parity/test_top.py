@@ -11,12 +11,12 @@ from gguf import GGMLQuantizationType as Type
 from parity.closeness import log_softmax
 from parity.steps import random_tokens
 from parity.synthetic import Shape, random_weights, uniform, write_gguf
-from powerinfer_toolkit.errors import UsageError
+from powerinfer_toolkit.errors import PiError, UsageError
 from powerinfer_toolkit.runtime import Model
 from powerinfer_toolkit.runtime.engine import Batch
 from powerinfer_toolkit.runtime.sampling import Sampler, Sampling
 
-SHAPE = Shape(n_vocab=1000, n_ctx=256)
+SHAPE = Shape(n_vocab=20_000, n_ctx=256)  # more than a thread searches at a time
 PROMPT = random_tokens(SHAPE.n_vocab, 30)
 MOST = 256  # PI_MAX_TOP
 CASES = {
@@ -41,7 +41,8 @@ def model(tmp_path_factory):
     path: Path = tmp_path_factory.mktemp("top") / "m.gguf"
     weights = random_weights(SHAPE, 0)
     weights["output.weight"] = weights["output.weight"] * 4  # far from flat
-    weights["output.weight"][700:720] = weights["output.weight"][:20]  # ties
+    for begin in (700, 15_000):  # ties
+        weights["output.weight"][begin : begin + 20] = weights["output.weight"][:20]
     keys = {"powerinfer.activation": "relu"}
     write_gguf(path, SHAPE, weights, type_of=uniform(Type.F32), keys=keys)
     with Model.load(path, threads=2, sequences=2) as loaded:
@@ -147,3 +148,20 @@ def test_too_few_logits_are_refused(model):
             sampler.sample(model.engine)
     with pytest.raises(UsageError, match="at most 256"):
         model.engine.run(Batch([1], want_logits=True, want_top=MOST + 1))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("n_top", [0, 1, 40])
+def test_a_logit_that_is_no_finite_number_is_told(tmp_path, value, n_top):
+    """One of 300, whatever a draw takes of them."""
+    shape = Shape(n_ctx=64)
+    weights = random_weights(shape, 0)
+    weights["output.weight"][271] = value
+    keys = {"powerinfer.activation": "relu"}
+    path = write_gguf(tmp_path / "m.gguf", shape, weights, type_of=uniform(Type.F32), keys=keys)
+    sampling = Sampling(temperature=0) if n_top == 1 else Sampling(top_k=n_top)
+    with Model.load(path, threads=1) as model, Sampler(sampling) as sampler:
+        assert sampler.n_top() == n_top
+        model.engine.run(Batch([5], want_logits=True, want_top=n_top))
+        with pytest.raises(PiError, match="no finite number"):
+            sampler.sample(model.engine)

@@ -135,7 +135,7 @@ struct Ops {
     void (*place_heads)(Stream &, const AttentionArgs &, float *q, float *k, const float *v);
     void (*attend)(Stream &, const AttentionArgs &);
     void (*ffn)(Stream &, const FfnArgs &);
-    // out [n_rows, top_words(n_top)] = what find_top() makes of each row
+    // out [n_rows, top_words(n_top)] = what merge_top() makes of each row
     void (*top)(Stream &, const float *logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_top, float *out);
     // host [n_rows] = natural log of softmax(logits)[target], NaN where the target is negative
     void (*log_probabilities)(Stream &, const float *logits, uint32_t n_rows, uint32_t n_vocab,

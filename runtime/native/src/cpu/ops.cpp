@@ -143,9 +143,18 @@ void place_heads(CpuStream &stream, const AttentionArgs &args, float *q, float *
 
 void top(CpuStream &stream, const float *logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_top,
          float *out) {
-    stream.pool.run(n_rows, [&](int64_t i, uint32_t) {
-        find_top(logits + i * n_vocab, n_vocab, n_top, out + static_cast<uint64_t>(i) * top_words(n_top));
+    const uint32_t each = (n_vocab + TopPart::n_logits - 1) / TopPart::n_logits;
+    std::vector<TopPart> parts;
+    parts.reserve(size_t{n_rows} * each);
+    while (parts.size() < size_t{n_rows} * each)
+        parts.emplace_back(n_top);
+    stream.pool.run(static_cast<int64_t>(parts.size()), [&](int64_t i, uint32_t) {
+        const uint32_t begin = static_cast<uint32_t>(i % each) * TopPart::n_logits;
+        const uint32_t end = std::min(n_vocab, begin + TopPart::n_logits);
+        parts[static_cast<size_t>(i)].search(logits + i / each * n_vocab, begin, end);
     });
+    for (uint64_t row = 0; row < n_rows; ++row)
+        merge_top({parts.data() + row * each, each}, n_top, out + row * top_words(n_top));
 }
 
 void log_probabilities(CpuStream &stream, const float *logits, uint32_t n_rows, uint32_t n_vocab,
