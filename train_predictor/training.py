@@ -263,7 +263,9 @@ def tf32() -> Iterator[None]:
     where anything, transformers' Trainer for one, has used the new one.
     """
     matmul = torch.backends.cuda.matmul
-    name, value = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    name, value = (
+        ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    )
     before = getattr(matmul, name)
     setattr(matmul, name, value)
     try:
