@@ -12,10 +12,10 @@ import pytest
 from powerinfer_toolkit.runtime import native_lib
 
 TABLES = {
-    "x86": ("scalar", "avx2", "avx512", "amx"),
+    "x86": ("scalar", "avx2", "avx512", "avx512_bf16", "amx"),
     "arm": ("scalar", "neon", "neon_dotprod", "neon_i8mm"),
 }
-ALSO = ("amx_emulated", "avx512_bf16")  # a table for tests, and what amx needs besides avx512
+ALSO = ("amx_emulated",)  # a table for tests
 COMPILER_DATA = ("DW.ref.", "__odr_asan.")  # no code: the unwinder's and the address sanitizer's
 
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")

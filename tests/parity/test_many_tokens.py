@@ -12,7 +12,11 @@ from parity.kernel_checks import U, assert_bits_equal, assert_within, normal, qu
 from parity.unpacked_rows import QUANTS, minima, random_rows
 from powerinfer_toolkit.errors import UsageError
 
-SETS = [name for name in kernels.usable_sets() if name in ("avx512", "neon_dotprod", "neon_i8mm")]
+SETS = [
+    name
+    for name in kernels.usable_sets()
+    if name in ("avx512", "avx512_bf16", "neon_dotprod", "neon_i8mm")
+]
 every_set = pytest.mark.parametrize("isa", SETS)
 KINDS = tuple(QUANTS)
 every_type = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -365,7 +365,8 @@ PI_API pi_status pi_kernel_gated(const char *isa, uint32_t activation, float thr
 PI_API pi_status pi_kernel_gemm(const char *isa, const float *w, uint32_t transposed, int64_t n_rows,
                                 int64_t n_k, const float *x, int64_t n_tokens, float *out);
 /* One head: q [n_q, head_dim], k and v [n_positions, head_dim]; query i sees positions <= n_positions - n_q +
- * i. out [n_q, head_dim], lse [n_q] = log of the sum of exp(scale * q . k). kv_type F32 or F16. */
+ * i. out [n_q, head_dim], lse [n_q] = log of the sum of exp(scale * q . k). kv_type F32, F16, or BF16: of
+ * an F16 cache, with factors rounded, where the instruction set has that. */
 PI_API pi_status pi_kernel_attention(const char *isa, uint32_t kv_type, const float *q, int64_t n_q,
                                      const float *k, const float *v, int64_t n_positions, int64_t head_dim,
                                      float scale, float *out, float *lse);

@@ -90,7 +90,15 @@ typedef struct pi_attend {
     float *sum;      /* [n_q] */
     int64_t n_q;
     int64_t head_dim;
+    void *room; /* of attend_rounded: PI_ATTEND_ROOM(n_q, head_dim) bytes */
 } pi_attend;
+
+#define PI_ATTEND_UNIT                                                                                       \
+    32 /* attend_rounded's queries and keys are filled up with zeros to multiples of it                      \
+        */
+#define PI_ATTEND_ROOM(n_q, head_dim)                                                                        \
+    (((n_q) + 2 * PI_ATTEND_PAGES * PI_PAGE) *                                                               \
+     (((head_dim) + PI_ATTEND_UNIT - 1) / PI_ATTEND_UNIT * PI_ATTEND_UNIT * (int64_t)sizeof(pi_bf16)))
 
 typedef struct pi_kernels {
     const char *name;
@@ -125,6 +133,8 @@ typedef struct pi_kernels {
                          int64_t out_stride);
     void (*attend_f32)(const pi_attend *a);
     void (*attend_f16)(const pi_attend *a);
+    /* attend_f16 for many queries, their factors rounded to bfloat16; NULL where that is no faster */
+    void (*attend_rounded)(const pi_attend *a);
     void (*to_half)(const float *x, int64_t n, pi_half *out); /* round to nearest even */
 } pi_kernels;
 
@@ -132,6 +142,7 @@ extern const pi_kernels pi_kernels_scalar; /* the reference */
 #if defined(__x86_64__)
 extern const pi_kernels pi_kernels_avx2;
 extern const pi_kernels pi_kernels_avx512;
+extern const pi_kernels pi_kernels_avx512_bf16;
 extern const pi_kernels pi_kernels_amx;
 #ifdef PI_AMX_EMULATOR
 extern const pi_kernels pi_kernels_amx_emulated; /* tiles in software, for tests */

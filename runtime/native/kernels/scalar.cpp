@@ -355,5 +355,6 @@ const pi_kernels pi_kernels_scalar = {
     .gemm_rounded = nullptr,
     .attend_f32 = attend<F32>,
     .attend_f16 = attend<F16>,
+    .attend_rounded = nullptr,
     .to_half = to_half,
 };

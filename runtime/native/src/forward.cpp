@@ -207,7 +207,8 @@ void Forward::attention(Side &side, const Step &step, uint32_t layer) const {
                               whole(weights.k, weights.k_bias, buffers.k),
                               whole(weights.v, weights.v_bias, buffers.v)};
     side.ops.matmul(side.stream, {inputs, 3}, buffers.residual, &norm, step.positions.data(), n);
-    const AttentionArgs args = {&config, &cache, &step, layer, buffers.q, buffers.attended, nullptr};
+    const AttentionArgs args = {&config,   &cache,           &step,   layer,
+                                buffers.q, buffers.attended, nullptr, weights.q.type->int8_activations};
     side.ops.place_heads(side.stream, args, buffers.q, buffers.k, buffers.v);
     side.ops.attend(side.stream, args);
     const Product output = whole(weights.attn_output, weights.attn_output_bias, buffers.residual, true);

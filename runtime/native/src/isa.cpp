@@ -18,7 +18,7 @@ constexpr const pi_kernels *tables[] = {
 #ifdef PI_AMX_EMULATOR
     &pi_kernels_amx_emulated,
 #endif
-    &pi_kernels_avx512,       &pi_kernels_amx,
+    &pi_kernels_avx512,       &pi_kernels_avx512_bf16, &pi_kernels_amx,
 #elif defined(__aarch64__)
     &pi_kernels_neon,
     &pi_kernels_neon_dotprod,

@@ -141,8 +141,18 @@ std::vector<uint32_t> visible_positions(int64_t n_q, int64_t n_positions, int64_
 struct Attention {
     const float *k, *v; // [n_positions, head_dim]
     int64_t n_q, n_positions, head_dim;
-    bool half;
+    uint32_t kv_type;
+    bool half() const { return kv_type != PI_TYPE_F32; }
 };
+
+// kv_type BF16: of a cache of halves, factors rounded to bfloat16.
+auto attend_kernel(const pi_kernels &kernels, uint32_t kv_type) {
+    if (kv_type == PI_TYPE_BF16 && kernels.attend_rounded == nullptr)
+        throw_usage(std::string(kernels.name) + " has no attention in bfloat16");
+    return kv_type == PI_TYPE_BF16  ? kernels.attend_rounded
+           : kv_type == PI_TYPE_F16 ? kernels.attend_f16
+                                    : kernels.attend_f32;
+}
 
 // Leaves the unnormalised output in a.out, and peak and sum beside it.
 void attend_pages(const pi_kernels &kernels, const Attention &attention, pi_attend a) {
@@ -155,18 +165,19 @@ void attend_pages(const pi_kernels &kernels, const Attention &attention, pi_atte
             const int64_t offset = begin * attention.head_dim;
             const int64_t n = std::min<int64_t>(PI_PAGE, end - begin);
             pages.push_back(build_page(kernels, attention.k + offset, attention.v + offset, n,
-                                       attention.head_dim, attention.half));
+                                       attention.head_dim, attention.half()));
             const std::vector<uint32_t> seen = visible_positions(attention.n_q, attention.n_positions, begin);
             visible.insert(visible.end(), seen.begin(), seen.end());
         }
         for (size_t i = 0; i < PI_ATTEND_PAGES + PI_ATTEND_AHEAD; ++i) {
             const Page &page = pages[std::min(i, pages.size() - 1)];
-            a.k[i] = attention.half ? static_cast<const void *>(page.half_keys.data()) : page.keys.data();
-            a.v[i] = attention.half ? static_cast<const void *>(page.half_values.data()) : page.values.data();
+            a.k[i] = attention.half() ? static_cast<const void *>(page.half_keys.data()) : page.keys.data();
+            a.v[i] =
+                attention.half() ? static_cast<const void *>(page.half_values.data()) : page.values.data();
         }
         a.n_pages = static_cast<int64_t>(pages.size());
         a.visible = visible.data();
-        (attention.half ? kernels.attend_f16 : kernels.attend_f32)(&a);
+        attend_kernel(kernels, attention.kv_type)(&a);
     }
 }
 
@@ -186,6 +197,8 @@ void attend(const pi_kernels &kernels, const Attention &attention, const float *
     work.sum = sum.data();
     work.n_q = attention.n_q;
     work.head_dim = attention.head_dim;
+    std::vector<uint8_t> room(static_cast<size_t>(PI_ATTEND_ROOM(attention.n_q, attention.head_dim)));
+    work.room = room.data();
     attend_pages(kernels, attention, work);
     for (size_t i = 0; i < n_q; ++i) {
         for (size_t d = 0; d < head_dim; ++d)
@@ -295,13 +308,14 @@ pi_status pi_kernel_attention(const char *isa, uint32_t kv_type, const float *q,
                               const float *v, int64_t n_positions, int64_t head_dim, float scale, float *out,
                               float *lse) {
     return pi::guarded([&] {
-        pi::require_range(kv_type == PI_TYPE_F32 || kv_type == PI_TYPE_F16, "kv_type must be F32 or F16");
+        pi::require_range(kv_type == PI_TYPE_F32 || kv_type == PI_TYPE_F16 || kv_type == PI_TYPE_BF16,
+                          "kv_type must be F32, F16 or BF16");
         pi::require_range(head_dim > 0, "head_dim must be positive");
         pi::require_range(n_q >= 0 && n_positions >= n_q,
                           "there must be at least as many positions as queries");
         pi::require(q, "q");
-        const pi::Attention shape{&pi::require(k, "k"),  &pi::require(v, "v"), n_q, n_positions, head_dim,
-                                  kv_type == PI_TYPE_F16};
+        const pi::Attention shape{
+            &pi::require(k, "k"), &pi::require(v, "v"), n_q, n_positions, head_dim, kv_type};
         pi::attend(pi::select_kernels(isa), shape, q, scale, &pi::require(out, "out"),
                    &pi::require(lse, "lse"));
     });

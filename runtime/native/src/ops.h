@@ -99,6 +99,7 @@ struct AttentionArgs {
     const float *q; // [n_tokens, n_embd_q], placed
     float *out;     // [n_tokens, n_embd_q]
     float *lse;     // [n_tokens, n_heads] log-sum-exp of the scores, to merge homes; or null
+    bool quantised; // the layer's weights are: factors may be rounded too
 };
 
 struct Ops {

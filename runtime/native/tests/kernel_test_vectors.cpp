@@ -203,8 +203,9 @@ struct AttentionReference {
     double lse, lse_bound;
 };
 
+// weight_error: what else a weight may be off by, relatively.
 AttentionReference attention_reference(const float *q, const Floats &k, const Floats &v, int64_t n_seen,
-                                       const AttentionCase &shape, double scale) {
+                                       const AttentionCase &shape, double scale, double weight_error) {
     const size_t dim = size_of(shape.head_dim), n = size_of(n_seen);
     Doubles scores(n), relative(n);
     for (size_t p = 0; p < n; ++p) {
@@ -221,7 +222,7 @@ AttentionReference attention_reference(const float *q, const Floats &k, const Fl
     for (size_t p = 0; p < n; ++p)
         total += std::exp(scores[p] - peak);
     for (size_t p = 0; p < n; ++p) {
-        relative[p] += u * (peak - scores[p]) + (1 + n_pages) * (exp_error + u) +
+        relative[p] += weight_error + u * (peak - scores[p]) + (1 + n_pages) * (exp_error + u) +
                        static_cast<double>(shape.n_positions) * u;
         worst += std::exp(scores[p] - peak) / total * relative[p];
     }
@@ -237,31 +238,44 @@ AttentionReference attention_reference(const float *q, const Floats &k, const Fl
     return want;
 }
 
-// The entry point fills unused positions with NaN: a kernel must not let them through.
-void test_attention(const pi_kernels &table, const AttentionCase &shape, bool half, const std::string &what) {
-    const Floats q = normal(shape.n_q * shape.head_dim, 1, 2);
-    Floats k = normal(shape.n_positions * shape.head_dim, 2, 2),
-           v = normal(shape.n_positions * shape.head_dim, 3, 2);
-    const float scale = 1 / std::sqrt(static_cast<float>(shape.head_dim));
+void expect_attention(const pi_kernels &table, uint32_t kv_type, const AttentionCase &shape, const Floats &q,
+                      const Floats &k, const Floats &v, float scale, const std::string &what) {
+    // bfloat16: a weight is rounded by 2^-9 at most, after an exp that is off by 1.1e-4.
+    const double weight_error = kv_type == PI_TYPE_BF16 ? 1.0 / 512 + 1.1e-4 : 0;
     Floats got(q.size()), lse(size_of(shape.n_q));
-    check(pi_kernel_attention(table.name, half ? PI_TYPE_F16 : PI_TYPE_F32, q.data(), shape.n_q, k.data(),
-                              v.data(), shape.n_positions, shape.head_dim, scale, got.data(), lse.data()));
-    for (Floats *cached : {&k, &v}) {
-        Guarded<pi_half> halves(cached->size());
-        const auto n = static_cast<int64_t>(halves.size());
-        pi_kernels_scalar.to_half(cached->data(), n, halves.data());
-        if (half)
-            pi_kernels_scalar.type[PI_KT_F16].dequantize(halves.data(), 0, n, cached->data());
-    }
+    check(pi_kernel_attention(table.name, kv_type, q.data(), shape.n_q, k.data(), v.data(), shape.n_positions,
+                              shape.head_dim, scale, got.data(), lse.data()));
     for (int64_t i = 0; i < shape.n_q; ++i) {
         const size_t at = size_of(i * shape.head_dim);
         const int64_t n_seen = shape.n_positions - shape.n_q + i + 1;
         const AttentionReference want =
-            attention_reference(&q[at], k, v, n_seen, shape, static_cast<double>(scale));
+            attention_reference(&q[at], k, v, n_seen, shape, static_cast<double>(scale), weight_error);
         const auto row = got.begin() + static_cast<int64_t>(at);
-        expect_within({row, row + shape.head_dim}, want.out, want.out_bound, what + " attend");
-        expect_within({lse[size_of(i)]}, {want.lse}, {want.lse_bound}, what + " attend lse");
+        expect_within({row, row + shape.head_dim}, want.out, want.out_bound, what);
+        expect_within({lse[size_of(i)]}, {want.lse}, {want.lse_bound}, what + " lse");
     }
+}
+
+// The entry point fills unused positions with NaN: a kernel must not let them through.
+void test_attention(const pi_kernels &table, const AttentionCase &shape, const std::string &what) {
+    Floats q = normal(shape.n_q * shape.head_dim, 1, 2);
+    Floats k = normal(shape.n_positions * shape.head_dim, 2, 2),
+           v = normal(shape.n_positions * shape.head_dim, 3, 2);
+    const float scale = 1 / std::sqrt(static_cast<float>(shape.head_dim));
+    expect_attention(table, PI_TYPE_F32, shape, q, k, v, scale, what + " attend f32");
+    for (Floats *cached : {&k, &v}) {
+        Guarded<pi_half> halves(cached->size());
+        const auto n = static_cast<int64_t>(halves.size());
+        pi_kernels_scalar.to_half(cached->data(), n, halves.data());
+        pi_kernels_scalar.type[PI_KT_F16].dequantize(halves.data(), 0, n, cached->data());
+    }
+    expect_attention(table, PI_TYPE_F16, shape, q, k, v, scale, what + " attend f16");
+    if (table.attend_rounded == nullptr)
+        return;
+    for (Floats *factors : {&q, &k, &v})
+        std::transform(factors->begin(), factors->end(), factors->begin(), rounded);
+    // A scale that keeps queries as they are.
+    expect_attention(table, PI_TYPE_BF16, shape, q, k, v, 0.125f, what + " attend rounded");
 }
 
 // Every half, what lies half way to its neighbour, a little beyond that, and what no half is near to.
@@ -309,10 +323,8 @@ void test_vectors(const pi_kernels &table) {
     const AttentionCase cases[] = {{1, 1, 64},   {1, 32, 64},    {3, 33, 64},  {4, 64, 128},
                                    {7, 7, 2},    {9, 70, 66},    {2, 65, 33},  {17, 130, 80},
                                    {16, 33, 64}, {19, 300, 128}, {40, 97, 64}, {130, 140, 64}};
-    for (const AttentionCase &shape : cases) {
-        test_attention(table, shape, false, what + " f32");
-        test_attention(table, shape, true, what + " f16");
-    }
+    for (const AttentionCase &shape : cases)
+        test_attention(table, shape, what);
     test_to_half(table, what);
 }
 

@@ -52,14 +52,13 @@ inline void page_scores(const pi_attend *a, int64_t first, int64_t page, float (
     }
 }
 
-// p [n_pages, PI_PAGE]: scores become exp(score - peak), exactly 0 where not visible; updates the query's
-// peak and sum and returns the factor that its earlier output shrinks by.
-inline float softmax_step(const pi_attend *a, int64_t i, float *p) {
+// The largest of a query's scores [n_pages, PI_PAGE], which become -inf where they are not visible.
+inline float largest_visible(const pi_attend *a, int64_t i, float *scores) {
     vfloat largest = vset(-INFINITY);
     for (int64_t page = 0; page < a->n_pages; ++page) {
         const uint32_t visible = a->visible[page * a->n_q + i];
         for (int64_t j = 0; j < page_vectors; ++j) {
-            float *at = p + page * PI_PAGE + j * lanes;
+            float *at = scores + page * PI_PAGE + j * lanes;
             if (visible == UINT32_MAX) { // as nearly all pages are
                 largest = vmax(largest, vload(at));
                 continue;
@@ -69,8 +68,14 @@ inline float softmax_step(const pi_attend *a, int64_t i, float *p) {
             vstore(at, score);
         }
     }
+    return vmax_lane(largest);
+}
+
+// p [n_pages, PI_PAGE]: scores become exp(score - peak), exactly 0 where not visible; updates the query's
+// peak and sum and returns the factor that its earlier output shrinks by.
+inline float softmax_step(const pi_attend *a, int64_t i, float *p) {
     const float old_peak = a->peak[i];
-    const float new_peak = vmax_lane(largest);
+    const float new_peak = largest_visible(a, i, p);
     const float peak = old_peak > new_peak ? old_peak : new_peak;
     vfloat total = vzero();
     for (int64_t at = 0; at < a->n_pages * PI_PAGE; at += lanes) {
@@ -89,6 +94,19 @@ inline bool sees_nothing(const pi_attend *a, int64_t i) {
     for (int64_t page = 0; page < a->n_pages; ++page)
         positions |= a->visible[page * a->n_q + i];
     return positions == 0;
+}
+
+// a without the last pages if none of n_q queries sees them.
+inline pi_attend seen_pages(const pi_attend *a, int64_t first, int64_t n_q) {
+    pi_attend seen = *a;
+    for (; seen.n_pages > 0; --seen.n_pages) {
+        const uint32_t *visible = a->visible + (seen.n_pages - 1) * a->n_q + first;
+        for (int64_t i = 0; i < n_q; ++i) {
+            if (visible[i] != 0)
+                return seen;
+        }
+    }
+    return seen;
 }
 
 // out_i[d .. d + n) = shrink_i * out_i + sum over positions of p_i * v, for `vectors` vectors of n elements
@@ -155,7 +173,8 @@ inline void weigh_all(const pi_attend *a, int64_t first, const float (*p)[most_p
 
 // Scores of n_q queries together, then their values, attend_queries at a time.
 template <typename Value, int64_t n_q>
-void attend_group(const pi_attend *a, int64_t first) {
+void attend_group(const pi_attend *all, int64_t first) {
+    const pi_attend seen = seen_pages(all, first, n_q), *a = &seen;
     float p[n_q][most_positions], shrink[n_q];
     for (int64_t page = 0; page < a->n_pages; ++page)
         page_scores<Value, n_q>(a, first, page, p);

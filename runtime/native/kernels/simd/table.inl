@@ -50,6 +50,7 @@ constexpr pi_kernels make_table(const char *name, int (*usable)(void)) {
         .gemm_rounded = nullptr,
         .attend_f32 = attend<F32Value>,
         .attend_f16 = attend<F16Value>,
+        .attend_rounded = nullptr,
         .to_half = to_half,
     };
 }

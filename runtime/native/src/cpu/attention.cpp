@@ -10,10 +10,11 @@
 namespace pi {
 namespace {
 
-constexpr uint32_t max_tile_queries = 64; // query rows that share a pass over the pages
-constexpr uint32_t query_group = 8;       // that kernels take together: tiles are multiples where they can be
-constexpr uint32_t span_pages = 16;       // of a split long context, for steps of few tokens
+constexpr uint32_t max_tile_queries = 128; // query rows that share a pass over the pages
+constexpr uint32_t query_group = 8; // that kernels take together: tiles are multiples where they can be
+constexpr uint32_t span_pages = 16; // of a split long context, for steps of few tokens
 constexpr uint32_t split_tokens = gemv_tokens;
+constexpr uint32_t rounded_tokens = 16; // steps of more round their factors where that may be
 
 struct Tile {
     uint32_t token_begin;
@@ -80,6 +81,8 @@ class Attention {
         partials_ = {memory, memory + n_rows * config_.head_dim, memory + n_rows * (config_.head_dim + 1)};
         queries_ = stream.heads.floats(uint64_t{stream.pool.n_threads()} * tile_floats());
         visible_ = stream.visible.as<uint32_t>(uint64_t{stream.pool.n_threads()} * visible_words());
+        if (rounds())
+            room_ = stream.rounded.as<uint8_t>(stream.pool.n_threads() * room_bytes());
     }
 
     void run() {
@@ -100,6 +103,15 @@ class Attention {
     uint64_t tile_queries() const { return std::max(max_tile_queries, group_); }
     uint64_t tile_floats() const { return tile_queries() * config_.head_dim; }
     uint64_t visible_words() const { return tile_queries() * PI_ATTEND_PAGES; }
+    uint64_t room_bytes() const {
+        const auto n_bytes = PI_ATTEND_ROOM(tile_queries(), config_.head_dim);
+        return (static_cast<uint64_t>(n_bytes) + 63) / 64 * 64;
+    }
+    // What rounding costs here is less than what int8 does to the activations of the layer's products.
+    bool rounds() const {
+        return args_.quantised && stream_.int8_activations && stream_.kernels.attend_rounded != nullptr &&
+               args_.cache->shape().element_bytes == 2 && step_.n_tokens() > rounded_tokens;
+    }
     uint64_t row_of(const Tile &tile, uint32_t kv_head) const {
         return tile.partial + uint64_t{kv_head} * (tile.token_end - tile.token_begin) * group_;
     }
@@ -135,6 +147,7 @@ class Attention {
         work.sum = partials_.sum + row;
         work.n_q = n_q;
         work.head_dim = config_.head_dim;
+        work.room = room_ == nullptr ? nullptr : room_ + thread * room_bytes();
         std::fill_n(work.out, uint64_t{n_q} * config_.head_dim, 0.0f);
         std::fill_n(work.peak, n_q, -std::numeric_limits<float>::infinity());
         std::fill_n(work.sum, n_q, 0.0f);
@@ -170,8 +183,10 @@ class Attention {
             work.k[i] = head;
             work.v[i] = head + args_.cache->shape().half_bytes();
         }
-        args_.cache->shape().element_bytes == 4 ? stream_.kernels.attend_f32(&work)
-                                                : stream_.kernels.attend_f16(&work);
+        const pi_kernels &kernels = stream_.kernels;
+        (room_ != nullptr                          ? kernels.attend_rounded
+         : args_.cache->shape().element_bytes == 4 ? kernels.attend_f32
+                                                   : kernels.attend_f16)(&work);
     }
 
     // Merges the spans of the tile at `first` into the output.
@@ -220,6 +235,7 @@ class Attention {
     Partials partials_{};
     float *queries_ = nullptr;
     uint32_t *visible_ = nullptr;
+    uint8_t *room_ = nullptr; // of every thread, where factors are rounded
 };
 
 } // namespace

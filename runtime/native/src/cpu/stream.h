@@ -54,6 +54,7 @@ struct CpuStream final : Stream {
     Scratch sums;     // a product that is added to its output
     Scratch heads;    // [n_threads] gathered queries of an attention tile
     Scratch visible;  // [n_threads] what they see of some pages
+    Scratch rounded;  // [n_threads] rounded factors of an attention tile
     Scratch gate, up; // [n_tokens, n_ff]
     Scratch fired_index, fired_coef, fired_count;
     Scratch block_starts, ranges, range_fired;
