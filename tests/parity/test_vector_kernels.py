@@ -119,7 +119,7 @@ def attention_reference(
     return weights @ v, lse, out_bound, worst.ravel() + 4 * U * (1 + np.abs(lse))
 
 
-ROUNDED_ATTENTION = ("avx512_bf16",)  # they have it in bfloat16 too
+ROUNDED_ATTENTION = ("avx512_bf16", "amx", "amx_emulated")  # they have it in bfloat16 too
 CASES = [  # n_q, n_positions, head_dim
     (1, 1, 64),
     (1, 32, 64),

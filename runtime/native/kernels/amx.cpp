@@ -41,6 +41,10 @@ template <int t>
 inline void tile_store(void *p, int64_t stride) {
     __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(t) : "memory");
 }
+template <int t>
+inline void tile_zero() {
+    __asm__ volatile("tilezero %%tmm%c0" : : "i"(t));
+}
 template <int c, int a, int b>
 inline void tile_multiply() {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
@@ -49,5 +53,9 @@ inline void tile_multiply() {
 } // namespace
 
 #include "simd/tile_gemm.inl"
+
+#include "simd/attention_tiles.inl"
+
+#include "simd/tile_table.inl"
 
 const pi_kernels pi_kernels_amx = with_tiles(make_avx512_table("amx", pi_cpu_has_amx));

@@ -36,6 +36,11 @@ inline void tile_store(void *p, int64_t stride) {
         __builtin_memcpy(static_cast<char *>(p) + row * stride, tiles.bytes[t][row], 64);
 }
 
+template <int t>
+inline void tile_zero() {
+    __builtin_memset(tiles.bytes[t], 0, sizeof tiles.bytes[t]);
+}
+
 // A bfloat16 of a row as a float; subnormal numbers count as 0.
 inline float element(const uint8_t row[64], int64_t i) {
     uint32_t bits = static_cast<uint32_t>(row[2 * i] | row[2 * i + 1] << 8) << 16;
@@ -71,6 +76,10 @@ inline void tile_multiply() {
 } // namespace
 
 #include "simd/tile_gemm.inl"
+
+#include "simd/attention_tiles.inl"
+
+#include "simd/tile_table.inl"
 
 const pi_kernels pi_kernels_amx_emulated =
     with_tiles(make_avx512_table("amx_emulated", pi_cpu_has_avx512_bf16));

@@ -1,11 +1,13 @@
 // tile_gemm.inl: products of many tokens on a unit that multiplies tiles of 16 x 32 with 32 x 16 bfloat16 and
 // adds up in float (Intel AMX). The including file defines the tile operations:
 //   tiles_begin(), tiles_end()   for a thread: eight tiles of 16 rows of 64 bytes
-//   tile_load<t>(p, stride), tile_store<t>(p, stride)   stride in bytes
+//   tile_zero<t>(), tile_load<t>(p, stride), tile_store<t>(p, stride)   stride in bytes
 //   tile_multiply<c, a, b>()     c[m][n] += sum over k of a[m][2 k] * b[k][2 n] + a[m][2 k + 1] * b[k][2 n +
 //   1]
 
 #pragma once
+
+#include "bf16_pairs.inl"
 
 namespace {
 
@@ -20,13 +22,6 @@ inline int64_t tile_steps(int64_t n_k) {
     return (n_k + tile_depth - 1) / tile_depth;
 }
 
-// Two bfloat16 in every lane: of a below, of b above.
-inline __m512i bf16_pair(vfloat a, vfloat b) {
-    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(a));
-    const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(b));
-    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
-}
-
 // x [n_k, gemm_panel] as tiles [panel / 16][k / 32][16 pairs][16 tokens]
 void round_panel(const float *x, int64_t n_k, pi_bf16 *out) {
     const int64_t n_steps = tile_steps(n_k);
@@ -37,7 +32,7 @@ void round_panel(const float *x, int64_t n_k, pi_bf16 *out) {
             const vfloat first = k < n_k ? vload(at + t) : vzero();
             const vfloat second = k + 1 < n_k ? vload(at + gemm_panel + t) : vzero();
             pi_bf16 *tile = out + (t / tile_side * n_steps + pair / tile_side) * tile_elements;
-            _mm512_storeu_si512(tile + pair % tile_side * tile_depth, bf16_pair(first, second));
+            _mm512_storeu_si512(tile + pair % tile_side * tile_depth, bf16_pairs(first, second));
         }
     }
 }
@@ -65,7 +60,7 @@ void round_weights(const float *w, int64_t row_stride, int64_t k_stride, int64_t
             vfloat values[2] = {vzero(), vzero()};
             for (int64_t i = 0; i < 2 && r < n_rows; ++i)
                 values[i] = weights_of_row(w + r * row_stride, k + i * lanes, n_k, k_stride);
-            _mm512_storeu_si512(tile, (__m512i)_mm512_cvtne2ps_pbh(values[1], values[0]));
+            _mm512_storeu_si512(tile, bf16_neighbours(values[0], values[1]));
         }
     }
 }
@@ -117,15 +112,6 @@ void gemm_rounded(const pi_bf16 *w, int64_t n_rows, const pi_bf16 *x, int64_t n_
         }
     }
     tiles_end();
-}
-
-// A table whose prompts go through the tiles: int8 products would have to leave them after every block of 32,
-// for its scale.
-constexpr pi_kernels with_tiles(pi_kernels table) {
-    table.round_panel = round_panel;
-    table.round_weights = round_weights;
-    table.gemm_rounded = gemm_rounded;
-    return table;
 }
 
 } // namespace
