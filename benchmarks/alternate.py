@@ -3,11 +3,12 @@
 A round asks each of them once; what disturbs a machine for longer than a round disturbs all alike. Printed are the
 best and the median time, and the median of the rounds' ratios to the first one, least and largest in brackets. With
 one thread times are processor time. Decoding: the lower quartile of N steps after DEPTH tokens. Prompts: N tokens in
-steps of 512.
+steps of 512. Several tests, with commas between, take turns too, and their times of a round are compared with the
+first one's.
 
     python benchmarks/alternate.py decode:24 7b-dense.gguf 7b.gguf:exact 7b.gguf:predicted
     python benchmarks/alternate.py decode:16:8064 model.gguf@build/old/libpi.so model.gguf@build/dev/libpi.so
-    python benchmarks/alternate.py prompt:2048 model.gguf -t 2 -r 7
+    python benchmarks/alternate.py prompt:512,prompt:2048 model.gguf -t 2 -r 7
 """
 
 from __future__ import annotations
@@ -78,19 +79,20 @@ class Test:
         return worker.decode(self.n_tokens, self.depth)
 
 
-def serve(test: Test, path: str, ffn: str, threads: int) -> None:
+def serve(tests: list[Test], path: str, ffn: str, threads: int) -> None:
     """Measure once for every line of the standard input."""
-    worker = Worker(path, ffn or None, threads, test.n_tokens + test.depth + 1)
+    context = max(test.n_tokens + test.depth for test in tests) + 1
+    worker = Worker(path, ffn or None, threads, context)
     for _ in sys.stdin:
-        print(test.measure(worker), flush=True)
+        print(*(test.measure(worker) for test in tests), flush=True)
 
 
-def start(config: str, test: str, threads: int) -> subprocess.Popen[str]:
+def start(config: str, tests: str, threads: int) -> subprocess.Popen[str]:
     """Start the worker of MODEL[:FFN][@LIBRARY]."""
     model, _, library = config.partition("@")
     path, _, ffn = model.partition(":")
     return subprocess.Popen(
-        [sys.executable, __file__, test, path, "--serve", ffn, "-t", str(threads)],
+        [sys.executable, __file__, tests, path, "--serve", ffn, "-t", str(threads)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -98,38 +100,53 @@ def start(config: str, test: str, threads: int) -> subprocess.Popen[str]:
     )
 
 
-def ask(process: subprocess.Popen[str]) -> float:
+def ask(process: subprocess.Popen[str]) -> list[float]:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("\n")
     process.stdin.flush()
-    return float(process.stdout.readline())
+    return [float(ms) for ms in process.stdout.readline().split()]
+
+
+def spread(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.3f}x ({min(ratios):.3f}-{max(ratios):.3f})"
+
+
+def report(tests: list[str], rounds: list[dict[str, list[float]]]) -> None:
+    """Print a line for every test of every configuration."""
+    first = next(iter(rounds[0]))
+    for i, test in enumerate(tests):
+        for config in rounds[0]:
+            times = [times[config][i] for times in rounds]
+            line = f"best {min(times):.2f} ms, median {statistics.median(times):.2f}"
+            line += f"; {spread([times[first][i] / times[config][i] for times in rounds])}"
+            if i > 0:
+                growth = [times[config][i] / times[config][0] for times in rounds]
+                line += f"; time {spread(growth)} that of {tests[0]}"
+            print(f"{test} {config}: {line}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("test", help="prompt:N or decode:N[:DEPTH]")
+    parser.add_argument("tests", help="prompt:N or decode:N[:DEPTH], or some with commas between")
     parser.add_argument("configs", nargs="+", metavar="MODEL[:FFN][@LIBRARY]")
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("-r", "--rounds", type=int, default=5)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    test = Test.parse(options.test)
+    names = options.tests.split(",")
+    tests = [Test.parse(name) for name in names]
     if options.serve is not None:
-        return serve(test, options.configs[0], options.serve, options.threads)
-    processes = {config: start(config, options.test, options.threads) for config in options.configs}
+        return serve(tests, options.configs[0], options.serve, options.threads)
+    processes = {
+        config: start(config, options.tests, options.threads) for config in options.configs
+    }
     for process in processes.values():
         ask(process)  # to warm up
     rounds = [{c: ask(process) for c, process in processes.items()} for _ in range(options.rounds)]
-    for config, process in processes.items():
+    for process in processes.values():
         process.communicate()
-        times = [times[config] for times in rounds]
-        ratios = sorted(times[options.configs[0]] / times[config] for times in rounds)
-        print(
-            f"{config}: best {min(times):.2f} ms, median {statistics.median(times):.2f}; "
-            f"{statistics.median(ratios):.3f}x ({ratios[0]:.3f}-{ratios[-1]:.3f})"
-        )
-    return None
+    return report(names, rounds)
 
 
 if __name__ == "__main__":
