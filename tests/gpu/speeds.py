@@ -241,30 +241,56 @@ def token(device: Device, kind: str, density: float, length: int) -> None:
     print(f"  at {n_bytes / total / 1e3:.0f} GB/s of what it reads")
 
 
+def transposed(device: Device, kind: str) -> None:
+    """What a prompt's down takes, from rows of down_t."""
+    rows, _ = matrices(device, kind, N_FF, N_EMBD)
+    out = device.empty(512 * N_EMBD * 4)
+    for n_tokens in (128, 512):
+        h = device.put(np.random.default_rng(0).standard_normal((n_tokens, N_FF), np.float32))
+
+        def work(i: int, n_tokens: int = n_tokens, h: int = h) -> None:
+            device.multiply_transposed(ct.byref(rows[i % len(rows)]), h, n_tokens, 0, out)
+
+        us = best_us(device, work, 30)
+        rate = 2 * n_tokens * N_FF * N_EMBD / us / 1e6
+        print(f"{kind:7} {n_tokens:4} tokens, transposed {us:9.1f} us {rate:7.1f} TFLOP/s")
+
+
+Case = Callable[[Device], None]
+
+
+def cases() -> dict[str, list[Case]]:
+    """Each group of cases by its name."""
+    tokens = (("Q4_0", 1.0), ("Q4_0", 0.1), ("F16", 1.0))
+    lengths = ((1, 128, 32), (1, 512, 32), (1, 4096, 32), (1, 4096, 8))
+    prompts = ((512, 512, 32), (512, 4096, 32))
+    of_kind: dict[str, tuple[Callable[[Device, str], None], tuple[str, ...]]] = {
+        "products": (products, ("F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")),
+        "transposed": (transposed, ("F16", "Q4_0")),
+        "neurons": (neurons, ("F16", "Q4_0")),
+    }
+    return {
+        "rates": [rates],
+        "small": [small],
+        "tokens": [lambda d, c=c: token(d, *c, 512) for c in tokens],
+        **{
+            name: [lambda d, w=work, k=kind: w(d, k) for kind in kinds]
+            for name, (work, kinds) in of_kind.items()
+        },
+        "attention": [lambda d, s=s: attention(d, *s) for s in (*lengths, *prompts)],
+    }
+
+
 def main() -> None:
-    """Print one line a case."""
-    with opened(sys.argv[1] if len(sys.argv) > 1 else "cuda") as device:
+    """Print one line a case: speeds.py [LIBRARY [GROUP ...]], all groups without names."""
+    name, *wanted = sys.argv[1:] or ["cuda"]
+    with opened(name) as device:
         info = device.info_now()
         print(f"{info.name.decode()}, context {info.context_bytes >> 20} MiB")
         device.reserve(16 << 20, 64 << 20, 64 << 20, 512 << 20)
-        cases: list[Callable[[], None]] = [lambda: rates(device), lambda: small(device)]
-        for kind, density in (("Q4_0", 1.0), ("Q4_0", 0.1), ("F16", 1.0)):
-            cases.append(lambda k=kind, d=density: token(device, k, d, 512))
-        cases += [
-            lambda k=kind: products(device, k) for kind in ("F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
-        ]
-        cases += [lambda k=kind: neurons(device, k) for kind in ("F16", "Q4_0")]
-        for shape in (
-            (1, 128, 32),
-            (1, 512, 32),
-            (1, 4096, 32),
-            (1, 4096, 8),
-            (512, 512, 32),
-            (512, 4096, 32),
-        ):
-            cases.append(lambda s=shape: attention(device, *s))
-        for case in cases:
-            case()
+        groups = cases()
+        for case in (c for group in wanted or groups for c in groups[group]):
+            case(device)
             device.release_all()
 
 

@@ -1,6 +1,7 @@
 // rows.cu: rows of matrices: taken apart when they arrive, fetched as floats, dequantised to float16.
 #include "rows.cuh"
 
+#include "mma.cuh"
 #include "operations.h"
 
 #include <algorithm>
@@ -48,24 +49,40 @@ __global__ void fetch_kernel(pi_gpu_rows rows, const int32_t *tokens, float *out
     }
 }
 
-// out [n_rows, n_cols]
+// A thread a slice, whose pieces of 16 bytes go through shared memory, so that a warp writes 512 bytes that
+// lie side by side, whatever a type's width. Piece j of lane i of a warp is at i * pieces + (j ^ turn): eight
+// lanes fall into different banks. out [n_rows, n_cols], fewer than 2^31 slices
 template <int type>
-__global__ void to_half_kernel(pi_gpu_rows rows, __half *out) {
-    constexpr uint32_t width = Type<type>::width, block_elements = layouts[type].block_elements;
+__global__ void __launch_bounds__(threads) to_half_kernel(pi_gpu_rows rows, __half *out) {
+    constexpr uint32_t width = Type<type>::width, pieces = width / 8;
+    __shared__ uint4 shared[threads * pieces];
+    const uint32_t lane = threadIdx.x % warp_size, turn = lane * pieces / 8 % pieces;
+    uint4 *mine = shared + (threadIdx.x - lane) * pieces; // the warp's
     const uint32_t per_row = rows.n_cols / width;
-    const uint64_t total = uint64_t{rows.n_rows} * per_row;
-    float values[width];
-    for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
-         i += uint64_t{gridDim.x} * blockDim.x) {
-        const uint64_t r = i / per_row;
-        const uint32_t slice = static_cast<uint32_t>(i % per_row);
-        const RowView row = {static_cast<const uint8_t *>(rows.data) + rows.row_stride * r,
-                             rows.n_cols / block_elements};
-        Type<type>::unpack(Type<type>::load(row, slice), values);
-        auto *to = reinterpret_cast<__half2 *>(out + r * rows.n_cols + slice * width);
+    const uint32_t total = rows.n_rows * per_row, step = gridDim.x * threads;
+    for (uint32_t begin = blockIdx.x * threads + threadIdx.x - lane; begin < total; begin += step) {
+        if (const uint32_t i = begin + lane; i < total) {
+            const uint32_t r = i / per_row;
+            const RowView row = {static_cast<const uint8_t *>(rows.data) + rows.row_stride * r,
+                                 rows.n_cols / layouts[type].block_elements};
+            float values[width];
+            Type<type>::unpack(Type<type>::load(row, i - r * per_row), values);
 #pragma unroll
-        for (uint32_t j = 0; j < width / 2; ++j)
-            to[j] = __floats2half2_rn(values[2 * j], values[2 * j + 1]);
+            for (uint32_t j = 0; j < pieces; ++j) {
+                const float *v = values + 8 * j;
+                mine[lane * pieces + (j ^ turn)] = {pack_halves(v[0], v[1]), pack_halves(v[2], v[3]),
+                                                    pack_halves(v[4], v[5]), pack_halves(v[6], v[7])};
+            }
+        }
+        __syncwarp();
+        auto *to = reinterpret_cast<uint4 *>(out) + uint64_t{begin} * pieces;
+#pragma unroll
+        for (uint32_t j = 0; j < pieces; ++j) {
+            const uint32_t at = j * warp_size + lane, of = at / pieces;
+            if (begin + of < total)
+                to[at] = mine[of * pieces + (at % pieces ^ of * pieces / 8 % pieces)];
+        }
+        __syncwarp();
     }
 }
 
@@ -91,9 +108,13 @@ void require_rows(const pi_gpu_rows &rows) {
 
 void dequantise_to_half(pi_gpu &gpu, const pi_gpu_rows &rows, __half *out) {
     for_type(rows.kernel_type, [&]<int type>() {
-        const uint64_t slices = uint64_t{rows.n_rows} * (rows.n_cols / Type<type>::width);
-        launch("dequantising", gpu, to_half_kernel<type>, std::min(ceil_div(slices, threads), 65536u),
-               threads, 0, rows, out);
+        if constexpr (Type<type>::width >= 8) {
+            const uint64_t slices = uint64_t{rows.n_rows} * (rows.n_cols / Type<type>::width);
+            launch("dequantising", gpu, to_half_kernel<type>, std::min(ceil_div(slices, threads), 65536u),
+                   threads, 0, rows, out);
+        } else {
+            throw Failure{PI_FAILURE, "float32 rows are never rounded to float16"};
+        }
     });
 }
 
