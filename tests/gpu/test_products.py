@@ -8,11 +8,13 @@ what is subnormal there.
 from __future__ import annotations
 
 import ctypes as ct
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from gpu.blocks import random_rows, values_of
+from gpu.conftest import EMULATED
 from gpu.device import (
     KERNEL_TYPES,
     TYPES,
@@ -286,8 +288,8 @@ def test_neurons_of_a_token(
         assert abs(int(n_active) - int(fires.sum())) <= (~sure).sum()
 
 
-def large_products(device: Device) -> None:
-    n_rows, n_cols = 160, 512
+def large_products(device: Device, n_rows: int) -> None:
+    n_cols = 512
     data = random_rows("Q4_0", n_rows, n_cols, seed=20)
     weights, rows = values_of("Q4_0", data, n_cols), device.rows("Q4_0", data, n_cols)
     for n_tokens in (17, 130):
@@ -302,18 +304,44 @@ def large_products(device: Device) -> None:
         close(device.get(out, before.shape) - before, weights.T, h, halves=True)
 
 
+def by_gemm(device_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Device]]:
+    """A device without and with cuBLASLt; only without where a GPU's machine does not have it."""
+    for gemm in ("own", "cublaslt"):
+        monkeypatch.setenv("PI_GPU_GEMM", gemm)
+        try:
+            with opened(device_name) as device:
+                yield gemm, device
+        except DeviceError as failure:
+            if gemm == "own" or device_name == EMULATED or "libcublasLt" not in str(failure):
+                raise
+
+
 def test_large_products_by_cublaslt(device_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bounds as the own kernel; without the library an error that says so."""
-    monkeypatch.setenv("PI_GPU_GEMM", "own")
-    with opened(device_name) as device:
-        large_products(device)
+    """The same bounds as the own kernel, which computes what the library has no loaded kernel for.
+
+    A product by the library is two launches, three where it is added. The emulated one has no kernel for 32 outputs.
+    """
+    n_launches: dict[str, list[int]] = {}
+    for gemm, device in by_gemm(device_name, monkeypatch):
+        counts = []
+        for n_rows in (160, 32):
+            before = device.info_now().n_launches
+            large_products(device, n_rows)
+            counts.append(device.info_now().n_launches - before)
+        n_launches[gemm] = counts
+    if device_name == EMULATED:
+        assert n_launches["cublaslt"][0] - n_launches["own"][0] == 2 * (1 + 2)
+        assert n_launches["cublaslt"][1] - n_launches["own"][1] == 2 * 2
+
+
+def test_an_unknown_way_to_multiply(device_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PI_GPU_GEMM", "none")
     with pytest.raises(DeviceError, match="neither own nor cublaslt"), opened(device_name):
         pass
-    monkeypatch.setenv("PI_GPU_GEMM", "cublaslt")
-    try:
-        with opened(device_name) as device:
-            large_products(device)
-    except DeviceError as failure:
-        if "libcublasLt" not in str(failure):
-            raise
+
+
+def test_what_cublaslt_takes_is_told(device_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is part of the context, so that the planner's probe knows it."""
+    context = {g: d.info_now().context_bytes for g, d in by_gemm(device_name, monkeypatch)}
+    if "cublaslt" in context:
+        assert context["cublaslt"] >= context["own"] + 8 * 2**20

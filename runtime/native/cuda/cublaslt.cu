@@ -1,10 +1,9 @@
-// cublaslt.cu: the few entry points of cuBLASLt that a product needs, declared after its public
-// documentation.
+// cublaslt.cu: which of cuBLASLt's kernels are loaded, and the way that a product takes.
 #include "cublaslt.h"
 
 #include <cstdlib>
-#include <dlfcn.h>
 #include <memory>
+#include <mutex>
 #include <string_view>
 
 namespace pi_cuda {
@@ -13,20 +12,18 @@ namespace {
 // Values of cublasLt.h and library_types.h.
 constexpr int compute_float32 = 68, type_float32 = 0, type_float16 = 2;
 constexpr int attribute_transpose_a = 3, preference_workspace = 1, preference_alignments[] = {5, 6, 7, 8};
+constexpr int n_algorithm_attributes = 9, attribute_splits = 2, first_short_attribute = 7;
 constexpr uint32_t alignment_bytes = 16; // of every operand
 constexpr size_t most_shapes = 512;      // whose ways are kept
+constexpr int n_candidates = 8;          // best first, of which one with a loaded kernel is taken
 
-struct Algorithm {
-    uint64_t data[8];
-};
-
-struct Found {
-    Algorithm algorithm;
-    size_t workspace_bytes;
-    int status;
-    float waves;
-    int reserved[4];
-};
+// Shapes whose kernels are loaded: rows of 1B to 70B models, or of the tiles that they are dequantised in.
+constexpr uint64_t usual_outs[] = {1024, 2048, 4096, 8192, 14336}, usual_inputs[] = {2048, 5120, 11008};
+constexpr uint64_t usual_tokens[] = {32, 64, 128, 256, 512};
+// A kernel is loaded by a product of at most so many outputs, tokens and inputs.
+constexpr uint64_t most_outs = 1024, most_tokens = 256, most_inputs = 256;
+constexpr uint64_t w_bytes = most_outs * most_inputs * 2, x_bytes = most_tokens * most_inputs * 2,
+                   out_bytes = most_outs * most_tokens * 4, workspace_bytes = 8u << 20;
 
 // out [n_tokens, out_stride] *= 1 / scale, so that what is added to it may be scaled as well. Block: a token.
 __global__ void unscale_kernel(const __grid_constant__ Gemm work) {
@@ -57,68 +54,35 @@ void require_success(int status, const char *what) {
 
 } // namespace
 
-struct CublasLt::Functions {
-    int (*create)(void **handle);
-    int (*destroy)(void *handle);
-    int (*make_operation)(void **out, int compute_type, int scale_type);
-    int (*set_operation)(void *operation, int attribute, const void *value, size_t n_bytes);
-    int (*make_layout)(void **out, int type, uint64_t rows, uint64_t columns, int64_t stride);
-    int (*make_preference)(void **out);
-    int (*set_preference)(void *preference, int attribute, const void *value, size_t n_bytes);
-    int (*destroy_operation)(void *);
-    int (*destroy_layout)(void *);
-    int (*destroy_preference)(void *);
-    int (*find)(void *handle, void *operation, void *a, void *b, void *c, void *d, void *preference, int n,
-                Found *out, int *n_found);
-    int (*multiply)(void *handle, void *operation, const void *alpha, const void *a, void *layout_a,
-                    const void *b, void *layout_b, const void *beta, const void *c, void *layout_c, void *d,
-                    void *layout_d, const Algorithm *algorithm, void *workspace, size_t workspace_bytes,
-                    cudaStream_t stream);
-
-    Functions() {
-        void *library = nullptr;
-        for (const char *name : {"libcublasLt.so.13", "libcublasLt.so.12"}) {
-            if (library == nullptr)
-                library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-        }
-        if (library == nullptr)
-            throw Failure{PI_FAILURE, "PI_GPU_GEMM=cublaslt: " + std::string(dlerror())};
-        const auto look_up = [library](const char *name, auto &function) {
-            function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-            if (function == nullptr)
-                throw Failure{PI_FAILURE, std::string("cuBLASLt has no ") + name};
-        };
-        look_up("cublasLtCreate", create);
-        look_up("cublasLtDestroy", destroy);
-        look_up("cublasLtMatmulDescCreate", make_operation);
-        look_up("cublasLtMatmulDescSetAttribute", set_operation);
-        look_up("cublasLtMatrixLayoutCreate", make_layout);
-        look_up("cublasLtMatmulPreferenceCreate", make_preference);
-        look_up("cublasLtMatmulPreferenceSetAttribute", set_preference);
-        look_up("cublasLtMatmulDescDestroy", destroy_operation);
-        look_up("cublasLtMatrixLayoutDestroy", destroy_layout);
-        look_up("cublasLtMatmulPreferenceDestroy", destroy_preference);
-        look_up("cublasLtMatmulAlgoGetHeuristic", find);
-        look_up("cublasLtMatmul", multiply);
-    }
-};
-
 struct CublasLt::Way {
-    explicit Way(const Functions &with) : functions(with) {}
+    Way(const CublasLtLibrary &with, const Shape &shape) : library(with) {
+        check(library.make_operation(&operation, compute_float32, type_float32));
+        const int32_t transpose = shape.transposed ? 0 : 1;
+        check(library.set_operation(operation, attribute_transpose_a, &transpose, sizeof transpose));
+        const uint64_t rows = shape.transposed ? shape.n_out : shape.n_k,
+                       columns = shape.transposed ? shape.n_k : shape.n_out;
+        check(library.make_layout(&a, type_float16, rows, columns, static_cast<int64_t>(shape.w_stride)));
+        check(library.make_layout(&b, type_float16, shape.n_k, shape.n_tokens,
+                                  static_cast<int64_t>(shape.x_stride)));
+        check(library.make_layout(&d, type_float32, shape.n_out, shape.n_tokens,
+                                  static_cast<int64_t>(shape.out_stride)));
+    }
     ~Way() {
         if (operation != nullptr)
-            functions.destroy_operation(operation);
+            library.destroy_operation(operation);
         for (void *layout : {a, b, d}) {
             if (layout != nullptr)
-                functions.destroy_layout(layout);
+                library.destroy_layout(layout);
         }
     }
     Way(const Way &) = delete;
     Way &operator=(const Way &) = delete;
 
-    const Functions &functions;
+    static void check(int status) { require_success(status, "describing a product"); }
+
+    const CublasLtLibrary &library;
     void *operation = nullptr, *a = nullptr, *b = nullptr, *d = nullptr;
-    Found found{};
+    CublasLtAlgorithm algorithm{};
     bool known = false;
 };
 
@@ -131,67 +95,138 @@ bool CublasLt::is_wanted() {
     return true;
 }
 
-CublasLt::CublasLt()
-    : functions_([]() -> const Functions & {
-          static const Functions functions;
-          return functions;
-      }()) {
-    require_success(functions_.create(&handle_), "opening");
+CublasLt::CublasLt(int ordinal) : library_(cublaslt_library()) {
+    require_success(library_.create(&handle_), "opening");
+    try {
+        kernels_ = &kernels_of(ordinal);
+    } catch (...) {
+        library_.destroy(handle_);
+        throw;
+    }
 }
 
 CublasLt::~CublasLt() {
-    functions_.destroy(handle_);
+    library_.destroy(handle_);
+}
+
+// Kernels stay with the context, which stays with the process.
+const CublasLt::Kernels &CublasLt::kernels_of(int ordinal) const {
+    static std::mutex mutex;
+    static std::map<int, Kernels> loaded;
+    const std::lock_guard lock(mutex);
+    if (const auto known = loaded.find(ordinal); known != loaded.end())
+        return known->second;
+    return loaded[ordinal] = load_kernels();
+}
+
+CublasLt::Kernels CublasLt::load_kernels() const {
+    void *memory = nullptr;
+    check(cudaMalloc(&memory, w_bytes + x_bytes + out_bytes + workspace_bytes), "loading kernels");
+    const std::unique_ptr<void, cudaError_t (*)(void *)> owner(memory, cudaFree);
+    Kernels loaded;
+    for (const bool transposed : {false, true}) {
+        for (const uint64_t n_out : usual_outs) {
+            for (const uint64_t n_k : usual_inputs) {
+                for (const uint64_t n_tokens : usual_tokens)
+                    load_best({transposed, false, n_out, n_tokens, n_k, transposed ? n_out : n_k, n_k, n_out,
+                               workspace_bytes},
+                              memory, loaded);
+            }
+        }
+    }
+    check(cudaStreamSynchronize(nullptr), "loading kernels");
+    return loaded;
+}
+
+// The kernel that a product of this shape takes, adding or not, by a smaller one that takes it too. What is
+// multiplied does not matter.
+void CublasLt::load_best(const Shape &shape, void *memory, Kernels &loaded) const {
+    const Way way(library_, shape);
+    const std::vector<CublasLtFound> best = find(way, shape, 1);
+    if (best.empty() || loaded.contains(kernel_of(best[0].algorithm, shape)))
+        return;
+    Shape small = shape;
+    small.n_out = small.out_stride = std::min(shape.n_out, most_outs);
+    small.n_tokens = std::min(shape.n_tokens, most_tokens);
+    small.n_k = small.x_stride = std::min(shape.n_k, most_inputs);
+    small.w_stride = shape.transposed ? small.n_out : small.n_k;
+    const Way small_way(library_, small);
+    auto *w = static_cast<uint8_t *>(memory), *x = w + w_bytes, *out = x + x_bytes;
+    for (const bool accumulate : {false, true}) {
+        small.accumulate = accumulate;
+        if (multiply(small_way, small, best[0].algorithm, w, x, out, out + out_bytes, nullptr) == 0)
+            loaded.insert(kernel_of(best[0].algorithm, small));
+    }
+}
+
+CublasLt::Kernel CublasLt::kernel_of(const CublasLtAlgorithm &algorithm, const Shape &shape) const {
+    Kernel out{shape.transposed, shape.accumulate};
+    for (int attribute = 0; attribute < n_algorithm_attributes; ++attribute) {
+        const size_t n_bytes = attribute < first_short_attribute ? 4 : 2;
+        size_t n_written = 0;
+        uint32_t &value = out[static_cast<size_t>(2 + attribute)];
+        require_success(library_.describe(&algorithm, attribute, &value, n_bytes, &n_written),
+                        "describing an algorithm");
+        if (attribute == attribute_splits)
+            value = value > 1 ? 1 : 0; // how many is an argument
+    }
+    return out;
+}
+
+// The best of all algorithms for a shape first.
+std::vector<CublasLtFound> CublasLt::find(const Way &way, const Shape &shape, int n) const {
+    void *preference = nullptr;
+    constexpr const char *what = "choosing an algorithm";
+    require_success(library_.make_preference(&preference), what);
+    const std::unique_ptr<void, int (*)(void *)> owner(preference, library_.destroy_preference);
+    require_success(library_.set_preference(preference, preference_workspace, &shape.workspace_bytes,
+                                            sizeof shape.workspace_bytes),
+                    what);
+    for (const int attribute : preference_alignments)
+        require_success(
+            library_.set_preference(preference, attribute, &alignment_bytes, sizeof alignment_bytes), what);
+    std::vector<CublasLtFound> found(static_cast<size_t>(n));
+    int n_found = 0;
+    const int status = library_.find(handle_, way.operation, way.a, way.b, way.d, way.d, preference, n,
+                                     found.data(), &n_found);
+    found.resize(status == 0 ? static_cast<size_t>(n_found) : 0);
+    std::erase_if(found, [](const CublasLtFound &one) { return one.status != 0; });
+    return found;
+}
+
+int CublasLt::multiply(const Way &way, const Shape &shape, const CublasLtAlgorithm &algorithm, const void *w,
+                       const void *x, void *out, void *workspace, cudaStream_t stream) const {
+    const float alpha = 1.0f, beta = shape.accumulate ? 1.0f : 0.0f;
+    return library_.multiply(handle_, way.operation, &alpha, w, way.a, x, way.b, &beta, out, way.d, out,
+                             way.d, &algorithm, workspace, shape.workspace_bytes, stream);
 }
 
 // Rows of w and x are columns to cuBLASLt, which computes out^T [n_out, n_tokens] = w x^T.
-const CublasLt::Way &CublasLt::way_of(const pi_gpu &gpu, const Gemm &work) {
-    const uint64_t workspace_bytes = gpu.partials.n_bytes;
-    const Shape shape = {work.transposed, work.n_out,      work.x.n_tokens, work.n_k,       work.w_stride,
-                         work.x.n_k,      work.out_stride, work.accumulate, workspace_bytes};
+const CublasLt::Way &CublasLt::way_of(const Shape &shape) {
     if (const auto known = ways_.find(shape); known != ways_.end())
         return known->second;
     if (ways_.size() >= most_shapes)
         ways_.clear();
-    Way &way = ways_.try_emplace(shape, functions_).first->second;
-    const Functions &f = functions_;
-    require_success(f.make_operation(&way.operation, compute_float32, type_float32), "describing a product");
-    const int32_t transpose = work.transposed ? 0 : 1;
-    require_success(f.set_operation(way.operation, attribute_transpose_a, &transpose, sizeof transpose),
-                    "describing a product");
-    const uint64_t rows = work.transposed ? work.n_out : work.n_k,
-                   columns = work.transposed ? work.n_k : work.n_out;
-    require_success(f.make_layout(&way.a, type_float16, rows, columns, work.w_stride), "describing weights");
-    require_success(f.make_layout(&way.b, type_float16, work.n_k, work.x.n_tokens, work.x.n_k),
-                    "describing activations");
-    require_success(f.make_layout(&way.d, type_float32, work.n_out, work.x.n_tokens, work.out_stride),
-                    "describing an output");
-    void *preference = nullptr;
-    require_success(f.make_preference(&preference), "choosing an algorithm");
-    const std::unique_ptr<void, int (*)(void *)> owner(preference, f.destroy_preference);
-    require_success(
-        f.set_preference(preference, preference_workspace, &workspace_bytes, sizeof workspace_bytes),
-        "choosing an algorithm");
-    for (const int attribute : preference_alignments)
-        require_success(f.set_preference(preference, attribute, &alignment_bytes, sizeof alignment_bytes),
-                        "choosing an algorithm");
-    int n_found = 0;
-    const int status =
-        f.find(handle_, way.operation, way.a, way.b, way.d, way.d, preference, 1, &way.found, &n_found);
-    way.known = status == 0 && n_found == 1 && way.found.status == 0;
+    Way &way = ways_.try_emplace(shape, library_, shape).first->second;
+    for (const CublasLtFound &one : find(way, shape, n_candidates)) {
+        way.known = kernels_->contains(kernel_of(one.algorithm, shape));
+        way.algorithm = one.algorithm;
+        if (way.known)
+            break;
+    }
     return way;
 }
 
 bool CublasLt::run(pi_gpu &gpu, const Gemm &work) {
-    const Way &way = way_of(gpu, work);
+    const Shape shape = {work.transposed, work.accumulate, work.n_out,      work.x.n_tokens,     work.n_k,
+                         work.w_stride,   work.x.n_k,      work.out_stride, gpu.partials.n_bytes};
+    const Way &way = way_of(shape);
     if (!way.known)
         return false;
     if (work.accumulate)
         launch("scaling sums", gpu, unscale_kernel, work.x.n_tokens, 256, 0, work);
-    const float alpha = 1.0f, beta = work.accumulate ? 1.0f : 0.0f;
-    require_success(functions_.multiply(handle_, way.operation, &alpha, work.w, way.a,
-                                        work.x.data + work.k_begin, way.b, &beta, work.out, way.d, work.out,
-                                        way.d, &way.found.algorithm, gpu.partials.data, gpu.partials.n_bytes,
-                                        gpu.stream),
+    require_success(multiply(way, shape, way.algorithm, work.w, work.x.data + work.k_begin, work.out,
+                             gpu.partials.data, gpu.stream),
                     "a product");
     ++gpu.n_launches;
     launch("finishing a product", gpu, finish_kernel, work.x.n_tokens, 256, 0, work);

@@ -2,10 +2,12 @@
 // for it.
 #pragma once
 
+#include "cublaslt_library.h"
 #include "rows.cuh"
 
 #include <array>
 #include <map>
+#include <set>
 
 namespace pi_cuda {
 
@@ -13,24 +15,41 @@ class CublasLt {
   public:
     // Whether $PI_GPU_GEMM is `cublaslt`; unset or `own`: it is not. Throws Failure for anything else.
     static bool is_wanted();
-    // For the current device. Throws Failure without the library.
-    CublasLt();
+    // For the current device, which is this one. The first of a device loads the kernels that products of
+    // models' shapes take; run() uses no others, so that nothing is loaded later. Throws Failure without the
+    // library.
+    explicit CublasLt(int ordinal);
     ~CublasLt();
     CublasLt(const CublasLt &) = delete;
     CublasLt &operator=(const CublasLt &) = delete;
 
-    // False where it knows no way for this shape.
+    // False where it has no kernel for this shape.
     bool run(pi_gpu &gpu, const Gemm &work);
 
   private:
-    struct Functions;
+    struct Shape {
+        bool transposed, accumulate;
+        uint64_t n_out, n_tokens, n_k, w_stride, x_stride, out_stride, workspace_bytes;
+        auto operator<=>(const Shape &) const = default;
+    };
     struct Way; // descriptions of a shape, and the algorithm
-    using Shape = std::array<uint64_t, 9>;
+    // All that tells one kernel from another: an algorithm's settings, the operands' order, and whether it
+    // adds.
+    using Kernel = std::array<uint32_t, 11>;
+    using Kernels = std::set<Kernel>;
 
-    const Way &way_of(const pi_gpu &gpu, const Gemm &work);
+    const Way &way_of(const Shape &shape);
+    std::vector<CublasLtFound> find(const Way &way, const Shape &shape, int n) const;
+    Kernel kernel_of(const CublasLtAlgorithm &algorithm, const Shape &shape) const;
+    int multiply(const Way &way, const Shape &shape, const CublasLtAlgorithm &algorithm, const void *w,
+                 const void *x, void *out, void *workspace, cudaStream_t stream) const;
+    const Kernels &kernels_of(int ordinal) const;
+    Kernels load_kernels() const;
+    void load_best(const Shape &shape, void *memory, Kernels &loaded) const;
 
-    const Functions &functions_;
+    const CublasLtLibrary &library_;
     void *handle_ = nullptr;
+    const Kernels *kernels_ = nullptr;
     std::map<Shape, Way> ways_;
 };
 

@@ -1,12 +1,14 @@
 // device.cu: opening a device, its memory under the budget, copies, and how failures are told.
 #include "cublaslt.h"
 #include "device.cuh"
+#include "loading.h"
 #include "memory.h"
 #include "operations.h"
 
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -18,6 +20,11 @@ thread_local std::string last_error;
 
 // Held for the context where it cannot be measured: 0.53 GiB on an H200, with room for other drivers.
 constexpr uint64_t context_reserve_bytes = 640u << 20;
+// For what cuBLASLt allocates when it is used: 2 MiB at a time, 4 in all of 176 shapes, loading kernels
+// included.
+constexpr uint64_t library_reserve_bytes = 8u << 20;
+// For stream, events and the mapping of pinned memory, which come after the context: 3 MiB on an H200.
+constexpr uint64_t handles_bytes = 4u << 20;
 constexpr uint64_t smallest_context_bytes = 64u << 20; // less was measured: the context was there before
 constexpr int min_capability = 75;
 
@@ -66,34 +73,37 @@ class UsedMemory {
     bool ready_ = false;
 };
 
-// Kernels are loaded with the context, not at their first launch, so that no memory is taken later. Read when
-// the driver starts, so this comes before every other call.
-void load_kernels_eagerly() {
-    static const int done = setenv("CUDA_MODULE_LOADING", "EAGER", 0);
-    static_cast<void>(done);
+// What the action adds to the memory in use; 0 where that cannot be measured.
+template <typename Action>
+uint64_t measured(int ordinal, const Action &action) {
+    const UsedMemory memory(ordinal);
+    const uint64_t before = memory.n_bytes();
+    action();
+    const uint64_t after = memory.n_bytes();
+    return before != 0 && after > before ? after - before : 0;
 }
 
 // Makes the context with every kernel in it, so that nothing is loaded later, and returns what it takes.
 uint64_t make_context(int ordinal) {
     static std::mutex mutex;
-    static uint64_t known[64] = {};
+    static std::map<int, uint64_t> contexts, libraries;
     const std::lock_guard lock(mutex);
-    if (ordinal < 64 && known[ordinal] != 0) {
-        check(cudaSetDevice(ordinal), "choosing the device");
-        return known[ordinal];
+    const bool with_library = CublasLt::is_wanted();
+    if (!contexts.contains(ordinal)) {
+        const uint64_t n_bytes = measured(ordinal, [&] {
+            check(cudaSetDevice(ordinal), "opening the device");
+            check(cudaFree(nullptr), "making a CUDA context");
+            if (with_library)
+                load_own_kernels(); // else they come with the context
+        });
+        contexts[ordinal] =
+            n_bytes < smallest_context_bytes ? context_reserve_bytes : n_bytes + handles_bytes;
     }
-    const UsedMemory memory(ordinal);
-    const uint64_t before = memory.n_bytes();
-    check(cudaSetDevice(ordinal), "opening the device");
-    check(cudaFree(nullptr), "making a CUDA context");
-    if (CublasLt::is_wanted())
-        static_cast<void>(CublasLt()); // its kernels are loaded too, and count as the context's
-    const uint64_t after = memory.n_bytes();
-    const bool measured = before != 0 && after >= before + smallest_context_bytes;
-    const uint64_t n_bytes = measured ? after - before : context_reserve_bytes;
-    if (ordinal < 64)
-        known[ordinal] = n_bytes;
-    return n_bytes;
+    check(cudaSetDevice(ordinal), "choosing the device");
+    if (with_library && !libraries.contains(ordinal))
+        libraries[ordinal] =
+            library_reserve_bytes + measured(ordinal, [&] { static_cast<void>(CublasLt(ordinal)); });
+    return contexts[ordinal] + (with_library ? libraries[ordinal] : 0);
 }
 
 std::string mebibytes(uint64_t n_bytes) {
@@ -139,7 +149,7 @@ void describe(pi_gpu &gpu) {
 pi_gpu *open_device(uint32_t ordinal, uint64_t budget_bytes) {
     std::unique_ptr<pi_gpu, Close> gpu(new pi_gpu);
     gpu->ordinal = static_cast<int>(ordinal);
-    load_kernels_eagerly();
+    choose_loading(CublasLt::is_wanted());
     describe(*gpu);
     gpu->context_bytes = make_context(gpu->ordinal);
     size_t free_bytes = 0, total_bytes = 0;
@@ -149,7 +159,7 @@ pi_gpu *open_device(uint32_t ordinal, uint64_t budget_bytes) {
         throw Failure{PI_DOES_NOT_FIT, "the CUDA context alone takes " + mebibytes(gpu->context_bytes) +
                                            ", the budget is " + mebibytes(gpu->budget_bytes)};
     check(cudaStreamCreateWithFlags(&gpu->stream, cudaStreamNonBlocking), "making a stream");
-    gpu->cublaslt = CublasLt::is_wanted() ? new CublasLt : nullptr;
+    gpu->cublaslt = CublasLt::is_wanted() ? new CublasLt(gpu->ordinal) : nullptr;
     gpu->arena = new Arena(gpu->ordinal, total_bytes);
     void *landing = nullptr;
     check(cudaMallocHost(&landing, pi_gpu::landing_bytes), "pinning host memory");
@@ -212,7 +222,7 @@ const char *error_text() {
 int32_t count_devices(uint32_t *n_devices) {
     return guarded([&] {
         int n = 0;
-        load_kernels_eagerly();
+        choose_loading(CublasLt::is_wanted());
         check(cudaGetDeviceCount(&n), "looking for NVIDIA devices");
         *n_devices = static_cast<uint32_t>(n);
     });

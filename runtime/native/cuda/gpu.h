@@ -17,6 +17,18 @@
 namespace pi_cuda {
 
 #ifdef __CUDACC__
+// Each file's kernels are a module of their own, and one kernel leads to all of it: load_own_kernels().
+struct FileKernels {
+    explicit FileKernels(const void *one);
+
+    const void *kernel;
+    const FileKernels *before; // the file registered before this one
+};
+namespace {
+__global__ void any_kernel() {}
+const FileKernels kernels_of_this_file(reinterpret_cast<const void *>(any_kernel));
+} // namespace
+
 // Nanoseconds of a clock that all processors of the device share.
 __device__ inline uint64_t global_time_ns() {
     uint64_t now;

@@ -213,6 +213,7 @@ inline cudaError_t cudaFuncSetAttribute(const void *, int, int n_bytes) {
     return n_bytes <= 100 << 10 ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes);
+cudaError_t cudaMalloc(void **out, size_t n_bytes);
 cudaError_t cudaFree(void *data);
 cudaError_t cudaMallocHost(void **out, size_t n_bytes);
 cudaError_t cudaFreeHost(void *data);

@@ -180,7 +180,12 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     *free_bytes = *total_bytes - graph_bytes * n_graphs;
     return cudaSuccess;
 }
-cudaError_t cudaFree(void *) {
+cudaError_t cudaMalloc(void **out, size_t n_bytes) {
+    *out = std::calloc(n_bytes, 1);
+    return *out == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+}
+cudaError_t cudaFree(void *data) {
+    std::free(data);
     return cudaSuccess;
 }
 cudaError_t cudaMallocHost(void **out, size_t n_bytes) {
