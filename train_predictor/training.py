@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +26,7 @@ from powerinfer_toolkit.train_predictor.network import PredictorStack, Whitening
 from powerinfer_toolkit.train_predictor.settings import SVD, PredictorSettings
 from powerinfer_toolkit.train_predictor.texts import Blocks
 from powerinfer_toolkit.training.checkpoint import SparseModel
+from powerinfer_toolkit.training.precision import float32_products
 
 _MAX_BIAS = 6.0
 _CHECKS = 50  # of the loss, spread over a training
@@ -128,7 +128,7 @@ def train_group(
     """Train one stack of every rank in the settings on the activations of `layers`. Raises PiError for NaN."""
     stacks = _new_stacks(context, layers, whitening)
     steps = _Steps(context, stacks, _n_steps(context, blocks))
-    with tf32():
+    with float32_products("tf32"):
         for epoch in range(context.settings.num_train_epochs):
             order = np.random.default_rng([context.settings.seed, epoch]).permutation(len(blocks))
             for tokens in context.batches(blocks[order], f"train {_span(layers)}"):
@@ -253,25 +253,6 @@ def cost_loss(logits: Tensor, costs: Costs) -> Tensor:
     weight = costs.read + costs.miss
     losses = binary_cross_entropy_with_logits(logits, costs.miss / weight, weight, reduction="none")
     return losses.sum((1, 2)) / logits.shape[1]
-
-
-@contextlib.contextmanager
-def tf32() -> Iterator[None]:
-    """Let products of float32 matrices run as TF32.
-
-    torch from 2.9 on keeps the setting under a new name and refuses to answer under the old one in a process
-    where anything, transformers' Trainer for one, has used the new one.
-    """
-    matmul = torch.backends.cuda.matmul
-    name, value = (
-        ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
-    )
-    before = getattr(matmul, name)
-    setattr(matmul, name, value)
-    try:
-        yield
-    finally:
-        setattr(matmul, name, before)
 
 
 def _span(layers: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from powerinfer_toolkit.recipes.verify.settings import VerifySettings
 __all__ = ["VerifySettings", "check_device", "verify"]
 
 
-def check_device(name: str) -> None:
+def check_device(name: str | None) -> None:
     """Refuse a device for the checkpoint that is not here or does not compute. Raises UsageError."""
     from powerinfer_toolkit.recipes.verify import torch_side  # needs torch
 

@@ -137,7 +137,8 @@ class Comparison:
             rows.append(self._ours.engine.logits())
         self._ours.forget()
         distance = Distance(self._limits.logits, SWAP_DEVIATIONS)
-        distance.add(np.concatenate(rows), self._theirs.logits(tokens))
+        want = self._theirs.logits(tokens)
+        distance.add(torch.from_numpy(np.concatenate(rows)).to(want.device), want)
         self._logits["steps"] = distance.to_record()
         name = f"logits of {len(tokens)} single steps, relative L2"
         self._checks.append(Check(name, distance.relative_l2, self._limits.logits))
@@ -192,7 +193,8 @@ class Comparison:
         """Compare logits window by window, and keep the perplexities of both sides."""
         distance, ours, theirs = Distance(self._limits.logits, SWAP_DEVIATIONS), Loss(), Loss()
         for window in self._shown(name.replace("_", " ")):
-            got, want = self._ours.logits(window), self._theirs.logits(window)
+            want = self._theirs.logits(window)
+            got = torch.from_numpy(self._ours.logits(window)).to(want.device)
             distance.add(got, want)
             ours.add(got, window)
             theirs.add(want, window)

@@ -6,11 +6,13 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from powerinfer_toolkit.errors import PiError
 
-Logits = NDArray[np.float32]  # [n_tokens, n_vocab]
 AT_ONCE = 32  # rows in float64 at a time, several times n_vocab * 8 bytes each
 MAX_LOSS = 700.0  # its exponential is still a float
 
@@ -27,25 +29,24 @@ class Distance:
         self._error = self._size = self._kl = 0.0
         self._n_agree = self._n_tokens = self.swaps = 0
 
-    def add(self, got: Logits, want: Logits) -> None:
-        """Add logits of the same tokens; where one vocabulary is padded, the other's part counts."""
+    def add(self, got: Tensor, want: Tensor) -> None:
+        """Add logits [n_tokens, n_vocab] of the same tokens; where one vocabulary is padded, the other's part counts.
+
+        In float64, where they are.
+        """
         n_vocab = min(got.shape[1], want.shape[1])
         for begin in range(0, len(want), AT_ONCE):
             end = begin + AT_ONCE
-            self._add_rows(
-                got[begin:end, :n_vocab].astype(np.float64),
-                want[begin:end, :n_vocab].astype(np.float64),
-            )
+            self._add_rows(got[begin:end, :n_vocab].double(), want[begin:end, :n_vocab].double())
 
-    def _add_rows(self, got: NDArray[np.float64], want: NDArray[np.float64]) -> None:
-        self._error += float(np.square(got - want).sum())
-        self._size += float(np.square(want).sum())
-        p, q = log_softmax(want), log_softmax(got)
-        self._kl += float((np.exp(p) * (p - q)).sum())
-        rows = np.arange(len(want))
-        best, ours = want.argmax(axis=1), got.argmax(axis=1)
-        gap = want[rows, best] - want[rows, ours]
-        allowed = self._tolerance * np.sqrt(np.square(want).mean(axis=1))
+    def _add_rows(self, got: Tensor, want: Tensor) -> None:
+        self._error += float((got - want).square().sum())
+        self._size += float(want.square().sum())
+        p, q = want.log_softmax(dim=1), got.log_softmax(dim=1)
+        self._kl += float((p.exp() * (p - q)).sum())
+        best, ours = want.argmax(dim=1, keepdim=True), got.argmax(dim=1, keepdim=True)
+        gap = (want.gather(1, best) - want.gather(1, ours))[:, 0]
+        allowed = self._tolerance * want.square().mean(dim=1).sqrt()
         self._n_agree += int((best == ours).sum())
         self.swaps += int((gap > allowed).sum())
         self._n_tokens += len(want)
@@ -76,13 +77,14 @@ class Loss:
     def __init__(self) -> None:
         self._total, self._n_tokens = 0.0, 0
 
-    def add(self, logits: Logits, tokens: NDArray[np.int64]) -> None:
+    def add(self, logits: Tensor, tokens: NDArray[np.int64]) -> None:
         """Add a window: logits [n_tokens, n_vocab] and its tokens, of which the first is not predicted."""
-        for begin in range(0, len(tokens) - 1, AT_ONCE):
-            targets = tokens[begin + 1 : begin + 1 + AT_ONCE]
-            rows = log_softmax(logits[begin : begin + len(targets)].astype(np.float64))
-            self._total -= float(rows[np.arange(len(targets)), targets].sum())
-        self._n_tokens += len(tokens) - 1
+        targets = torch.from_numpy(tokens[1:]).to(logits.device)
+        for begin in range(0, len(targets), AT_ONCE):
+            of = targets[begin : begin + AT_ONCE]
+            rows = logits[begin : begin + len(of)].double()
+            self._total += float(cross_entropy(rows, of, reduction="sum"))
+        self._n_tokens += len(targets)
 
     def perplexity(self, name: str) -> float:
         """Return exp of the mean; PiError where it is no finite number."""
@@ -93,10 +95,3 @@ class Loss:
                 hint="its weights are damaged, or overflow",
             )
         return math.exp(mean)
-
-
-def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return log-probabilities over the last axis."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    log: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return log

@@ -51,7 +51,9 @@ class VerifySettings:
     )
     threads: int | None = setting(None, "threads of both sides; none: physical cores")
     torch_dtype: str = setting("float32", "arithmetic of the checkpoint", choices=DTYPES)
-    device: str = setting("cpu", "where the checkpoint runs: cpu, cuda, cuda:1 ...")
+    device: str | None = setting(
+        None, "where the checkpoint runs: cpu, cuda, cuda:1 ...; none: a GPU where torch sees one"
+    )
     trust_remote_code: bool = setting(
         False, "run modelling code that lies in the checkpoint's directory (dReLU models)"
     )

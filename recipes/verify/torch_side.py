@@ -21,14 +21,20 @@ from powerinfer_toolkit.training.checkpoint import (
     load_dense_model,
     load_sparse_model,
 )
+from powerinfer_toolkit.training.precision import float32_products
 
 _HEAD = "lm_head.weight"
 
 
-def check_device(name: str) -> None:
+def chosen_device(name: str | None) -> str:
+    """The device that is named, else a GPU where there is one."""
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_device(name: str | None) -> None:
     """Refuse a device that is not here or does not compute. Raises UsageError."""
     try:
-        torch.ones(1, device=name).item()
+        torch.ones(1, device=chosen_device(name)).item()
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as failure:
         raise UsageError(
             f"torch cannot compute on device {name!r} here",
@@ -41,7 +47,7 @@ class TorchSide:
 
     def __init__(self, checkpoint: str, sparse: bool, settings: VerifySettings) -> None:
         """Load it. Raises PiError."""
-        self._device = torch.device(settings.device)
+        self._device = torch.device(chosen_device(settings.device))
         how: dict[str, Any] = {
             "device": self._device,
             "dtype": settings.torch_dtype,
@@ -55,12 +61,11 @@ class TorchSide:
             self._model = load_dense_model(checkpoint, **how)
 
     @torch.inference_mode()
-    def logits(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return [n_tokens, n_vocab] of one sequence."""
+    def logits(self, tokens: NDArray[np.int64]) -> torch.Tensor:
+        """Return float32 [n_tokens, n_vocab] of one sequence, where the model is."""
         ids = torch.from_numpy(tokens[None]).to(self._device)
-        found: NDArray[np.float32] = (
-            self._model(ids, use_cache=False).logits[0].float().cpu().numpy()
-        )
+        with float32_products("ieee"):
+            found: torch.Tensor = self._model(ids, use_cache=False).logits[0].float()
         return found
 
     @contextlib.contextmanager

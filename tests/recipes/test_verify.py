@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 pytest.importorskip("torch")
@@ -272,18 +273,18 @@ def test_distance_and_loss_are_what_they_say(monkeypatch):
     got[3, 0] = 9.0  # one likeliest token swapped far beyond the error
     distance = Distance(tolerance=0.01, deviations=6)
     padded = np.concatenate([got, np.full((40, 3), 99.0, np.float32)], axis=1)
-    distance.add(padded[:20], want[:20])
-    distance.add(padded[20:], want[20:])
+    for rows in (slice(20), slice(20, None)):
+        distance.add(torch.from_numpy(padded[rows]), torch.from_numpy(want[rows]))
     assert distance.relative_l2 == pytest.approx(relative_l2(got, want))
     assert distance.kl == pytest.approx(mean_kl(got, want))
     assert distance.swaps == 1
     assert distance.to_record()["top1_agreement"] <= 39 / 40
     loss, tokens = Loss(), rng.integers(0, 50, 40)
-    loss.add(want, tokens)
+    loss.add(torch.from_numpy(want), tokens)
     logprobs = want - np.log(np.exp(want.astype(np.float64)).sum(axis=1, keepdims=True))
     mean = -logprobs[np.arange(39), tokens[1:]].mean()
     assert loss.perplexity("x") == pytest.approx(np.exp(mean))
     broken = Loss()
-    broken.add(np.full((2, 3), np.nan, np.float32), np.array([0, 1]))
+    broken.add(torch.full((2, 3), np.nan), np.array([0, 1]))
     with pytest.raises(PiError, match="nan under x"):
         broken.perplexity("x")

@@ -16,7 +16,6 @@ from powerinfer_toolkit.train_predictor import groups, train
 from powerinfer_toolkit.train_predictor.cli import main
 from powerinfer_toolkit.train_predictor.masking import SINK_POSITIONS
 from powerinfer_toolkit.train_predictor.texts import read_texts
-from powerinfer_toolkit.train_predictor.training import tf32
 from powerinfer_toolkit.training.blocks import TokenStore, text_encoder
 
 
@@ -301,16 +300,3 @@ def test_the_command_prints_a_table_and_keeps_what_is_there(
     assert "position 0 exact" in lines[5]
     assert main(command) == 1
     assert "holds predictors already" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch before 2.9")
-def test_tf32_in_a_process_that_set_precision_the_new_way(monkeypatch):
-    """As transformers' Trainer does on a GPU; torch refuses to answer under the old name then."""
-    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
-        torch.get_float32_matmul_precision()
-    with tf32():
-        assert matmul.fp32_precision == "tf32"
-    assert matmul.fp32_precision == before
