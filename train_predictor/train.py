@@ -77,6 +77,12 @@ def train_predictors(
     selections = [selector.select(allowed) for allowed in settings.target_perplexity_loss]
     unmasked = mean_loss(model, texts.test, settings.per_device_batch_size, accelerator)
     measures = [evaluate(context, s.predictors, texts.test, unmasked) for s in selections]
+    for allowed, found in zip(settings.target_perplexity_loss, measures, strict=True):
+        overall = found.overall()
+        console.info(
+            f"within {allowed:.1%} of perplexity: {overall['bytes']:.1%} of the FFN's bytes at "
+            f"{overall['perplexity_loss']:+.2%}, recall {overall['recall']:.1%}"
+        )
     report = {
         "settings": to_mapping(settings),
         "train_seconds": train_seconds,
