@@ -127,24 +127,19 @@ class Attention(ct.Structure):
     )
 
 
-FLAG_STRIDE = 16  # words
-
-
 class Post(ct.Structure):
     _fields_ = (
         ("base", Ptr),
         ("order", U32),
         ("n_tokens", U32),
         ("n_embd", U32),
-        ("n_blocks", U32),
+        ("halves", U32),
         ("x", Ptr),
-        ("x_out", Ptr),
         ("mask", Ptr),
-        ("mask_out", Ptr),
         ("mask_words", U32),
         ("mask_stride", U32),
-        ("mask_out_stride", U32),
-        ("flags", Ptr),
+        ("out_stride", U32),
+        ("out", Ptr),
         ("stamp", Ptr),
     )
 
@@ -153,14 +148,17 @@ class Merge(ct.Structure):
     _fields_ = (
         ("base", Ptr),
         ("order", U32),
-        ("mail", Ptr),
+        ("n_tokens", U32),
+        ("n_embd", U32),
+        ("halves", U32),
         ("gate", Ptr),
+        ("abandoned", Ptr),
         ("late", Ptr),
         ("given_up", Ptr),
         ("limit_ns", U64),
         ("share", Ptr * 2),
         ("answer", Ptr),
-        ("n", U64),
+        ("answer_stride", U64),
         ("y", Ptr),
         ("stamp", Ptr),
     )
@@ -209,7 +207,7 @@ class Api(ct.Structure):
         ),
         ("attend", _function(Ptr, ct.POINTER(Attention))),
         ("mask", _function(Ptr, Ptr, U32, U32, F32, Ptr)),
-        ("allocate_host", _function(Ptr, U64, ct.POINTER(Ptr), ct.POINTER(Ptr))),
+        ("allocate_host", _function(Ptr, U64, U32, ct.POINTER(Ptr), ct.POINTER(Ptr))),
         ("release_host", _function(Ptr, Ptr)),
         ("query", _function(Ptr, ct.POINTER(U32))),
         ("waits", _function(Ptr, ct.POINTER(U32), ct.POINTER(U32))),

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpu.device import FLAG_STRIDE, U32, Device, Merge, Post, Ptr, library_path
+from gpu.device import U32, Device, Merge, Post, Ptr, library_path
 from gpu.hybrid import CPU_LAYER, SMALL, opened, options, small_file
 from gpu.models import has_driver
 from parity.steps import bits, run_chunks
@@ -190,7 +190,7 @@ class Pinned:
     def __init__(self, device: Device, shape: tuple[int, ...], dtype: type) -> None:
         host, self.address = Ptr(), Ptr()
         n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        device.allocate_host(n_bytes, ct.byref(host), ct.byref(self.address))
+        device.allocate_host(n_bytes, 0, ct.byref(host), ct.byref(self.address))
         memory = (ct.c_uint8 * n_bytes).from_address(host.value or 0)
         self.array = np.frombuffer(memory, dtype).reshape(shape)
         self.array[:] = 0
@@ -211,77 +211,120 @@ def pinned(device: Device) -> Iterator[object]:
         device.release_host(memory.host)
 
 
-@pytest.mark.parametrize(("n_tokens", "n_blocks"), [(1, 1), (1, 3), (5, 2)])
-def test_post(device: Device, pinned: object, n_tokens: int, n_blocks: int) -> None:
+WORDS = 3  # of a packet; the fourth is its value
+
+
+def packets_for(n_words: int) -> int:
+    return -(-n_words // WORDS)
+
+
+def packed(words: np.ndarray, value: int) -> np.ndarray:
+    """[n_rows, packets, 4] of 32-bit words [n_rows, n]."""
+    n_packets = packets_for(words.shape[1])
+    padded = np.zeros((len(words), n_packets * WORDS), np.uint32)
+    padded[:, : words.shape[1]] = words
+    out = np.full((len(words), n_packets, WORDS + 1), value, np.uint32)
+    out[:, :, :WORDS] = padded.reshape(len(words), n_packets, WORDS)
+    return out
+
+
+def words_of(x: np.ndarray, halves: bool) -> np.ndarray:
+    return x.astype(np.float16 if halves else np.float32).view(np.uint32)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(("n_tokens", "masked"), [(1, True), (1, False), (5, True)])
+def test_post(device: Device, pinned: object, n_tokens: int, masked: bool, halves: bool) -> None:
     rng = np.random.default_rng(0)
-    n_embd, words, copied = 132, 7, 4
+    n_embd, words, copied = 1540, 700, 601 if masked else 0
     x = rng.standard_normal((n_tokens, n_embd)).astype(np.float32)
     mask = rng.integers(0, 2**32, (n_tokens, words), dtype=np.uint32)
-    x_out, mask_out = pinned((n_tokens, n_embd)), pinned((n_tokens, 6), np.uint32)
-    flags = pinned((n_blocks, FLAG_STRIDE), np.uint32)
+    x_packets = packets_for(n_embd // 2 if halves else n_embd)
+    stride = x_packets + packets_for(copied) + 2
+    out = pinned((n_tokens, stride, WORDS + 1), np.uint32)
     base = device.put(np.array([40], np.uint32))
-    mask_at = device.put(mask) + 4 * (words - copied)
-    work = Post(base=base, order=2, n_tokens=n_tokens, n_embd=n_embd, n_blocks=n_blocks)
-    work.x, work.x_out, work.mask, work.mask_out = (
-        device.put(x),
-        x_out.address,
-        mask_at,
-        mask_out.address,
-    )
-    work.mask_words, work.mask_stride, work.mask_out_stride = copied, words, 6
-    work.flags = flags.address
+    work = Post(base=base, order=2, n_tokens=n_tokens, n_embd=n_embd, halves=halves)
+    work.x, work.mask = device.put(x), device.put(mask) + 4 * (words - copied)
+    work.mask_words, work.mask_stride = copied, words
+    work.out, work.out_stride = out.address, stride
     device.post(ct.byref(work))
     device.synchronize()
-    np.testing.assert_array_equal(x_out.array, x)
-    np.testing.assert_array_equal(mask_out.array[:, :copied], mask[:, words - copied :])
-    assert (mask_out.array[:, copied:] == 0).all()
-    assert (flags.array[:, 0] == 42).all()
+    np.testing.assert_array_equal(out.array[:, :x_packets], packed(words_of(x, halves), 42))
+    handed = packed(mask[:, words - copied :], 42)
+    np.testing.assert_array_equal(out.array[:, x_packets:-2], handed)
+    assert (out.array[:, -2:] == 0).all()
 
 
 class Merging:
     """A merge that waits for exchange 11."""
 
-    def __init__(self, device: Device, pinned: object, n: int, limit_ns: int = 10**10) -> None:
+    def __init__(
+        self,
+        device: Device,
+        pinned: object,
+        shape: tuple[int, int],
+        limit_ns: int = 10**10,
+        halves: bool = False,
+    ) -> None:
         rng = np.random.default_rng(1)
-        self.device = device
-        self.mail, self.late = pinned((1,), np.uint64), pinned((1,), np.uint64)
-        self.answer, self.gate = pinned((n,)), pinned((1,), np.uint32)
+        n_tokens, n_embd = self.shape = shape
+        self.device, self.halves = device, halves
+        self.stride = packets_for(n_embd // 2 if halves else n_embd) + 1
+        self.abandoned, self.late = pinned((1,), np.uint32), pinned((1,), np.uint32)
+        self.answer = pinned((n_tokens, self.stride, WORDS + 1), np.uint32)
+        self.gate = pinned((1,), np.uint32)
         self.given_up = device.put(np.zeros(1, np.uint32))
-        self.x = [rng.standard_normal(n).astype(np.float32) for _ in range(3)]
+        self.x = [rng.standard_normal(shape).astype(np.float32) for _ in range(4)]
+        if halves:
+            self.x[3] = self.x[3].astype(np.float16).astype(np.float32)
         self.y = device.put(self.x[2])
-        self.answer.array[:] = rng.standard_normal(n)
         shares = (Ptr * 2)(device.put(self.x[0]), device.put(self.x[1]))
         self.work = Merge(
-            base=device.put(np.array([10], np.uint32)), order=1, share=shares, n=n, y=self.y
+            base=device.put(np.array([10], np.uint32)), order=1, share=shares, y=self.y
         )
-        self.work.mail, self.work.late = self.mail.address, self.late.address
+        self.work.n_tokens, self.work.n_embd, self.work.halves = n_tokens, n_embd, halves
+        self.work.abandoned, self.work.late = self.abandoned.address, self.late.address
         self.work.given_up, self.work.answer = self.given_up, self.answer.address
-        self.work.limit_ns = limit_ns
+        self.work.answer_stride, self.work.limit_ns = self.stride, limit_ns
+
+    def give(self, value: int = 11) -> None:
+        self.answer.array[:, :-1] = packed(words_of(self.x[3], self.halves), value)
+
+    def sums(self) -> np.ndarray:
+        return self.x[2] + ((self.x[0] + self.x[1]) + self.x[3])
 
     def run(self) -> np.ndarray:
         self.device.merge(ct.byref(self.work))
-        return self.device.get(self.y, len(self.x[2]))
+        return self.device.get(self.y, self.shape)
 
 
-def test_merge_waits_for_the_answer(device: Device, pinned: object) -> None:
-    merging = Merging(device, pinned, 1028)
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1028), (3, 772)])
+def test_merge_waits_for_the_answer(
+    device: Device, pinned: object, shape: tuple[int, int], halves: bool
+) -> None:
+    merging = Merging(device, pinned, shape, halves=halves)
+    merging.give(10)  # what an earlier exchange has left
 
     def answer() -> None:
-        time.sleep(0.2)
-        merging.answer.array[:] = 1
-        merging.mail.array[0] = 11
+        """A packet after the other, the last one late."""
+        time.sleep(0.1)
+        last = merging.answer.array[-1, -2].copy()
+        merging.give()
+        merging.answer.array[-1, -2] = last
+        time.sleep(0.1)
+        merging.give()
 
     cpu = threading.Thread(target=answer)
     cpu.start()
     got = merging.run()
     cpu.join()
-    want = merging.x[2] + (merging.x[0] + merging.x[1] + np.float32(1))
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(got, merging.sums())
     assert merging.late.array[0] == 0
 
 
 def test_merge_without_an_answer_waits_for_nobody(device: Device, pinned: object) -> None:
-    merging = Merging(device, pinned, 64)
+    merging = Merging(device, pinned, (1, 64))
     merging.work.answer = None
     merging.work.share[1] = None
     np.testing.assert_array_equal(merging.run(), merging.x[2] + merging.x[0])
@@ -290,21 +333,22 @@ def test_merge_without_an_answer_waits_for_nobody(device: Device, pinned: object
 @pytest.mark.parametrize("told", [True, False])
 def test_merge_gives_up(device: Device, pinned: object, told: bool) -> None:
     """When it is told that nothing will come, or after its limit; later ones wait no more."""
-    merging = Merging(device, pinned, 64, limit_ns=10**10 if told else 2 * 10**8)
-    merging.mail.array[0] = 2**32 if told else 3
+    merging = Merging(device, pinned, (1, 64), limit_ns=10**10 if told else 2 * 10**8)
+    merging.abandoned.array[0] = 1 if told else 0
+    merging.give(3)
     begin = time.monotonic()
     np.testing.assert_array_equal(merging.run(), merging.x[2])
     assert (merging.late.array[0] == 11) == (not told)
     assert device.get(merging.given_up, 1, np.uint32) == 1
     merging.work.limit_ns = 10**10
-    merging.mail.array[0] = 3
+    merging.abandoned.array[0] = 0
     np.testing.assert_array_equal(merging.run(), merging.x[2])
     assert time.monotonic() - begin < 5
 
 
 def test_a_gate_holds_the_stream_back(device: Device, pinned: object) -> None:
-    merging = Merging(device, pinned, 64)
-    merging.mail.array[0] = 11
+    merging = Merging(device, pinned, (1, 64))
+    merging.give()
     merging.work.gate = merging.gate.address
     device.merge(ct.byref(merging.work))
     busy = U32()
@@ -313,9 +357,8 @@ def test_a_gate_holds_the_stream_back(device: Device, pinned: object) -> None:
     device.query(ct.byref(busy))
     assert busy.value == 1
     merging.gate.array[0] = 1
-    got = device.get(merging.y, 64)
-    sums = merging.x[0] + merging.x[1] + merging.answer.array
-    np.testing.assert_array_equal(got, merging.x[2] + sums)
+    got = device.get(merging.y, (1, 64))
+    np.testing.assert_array_equal(got, merging.sums())
     device.query(ct.byref(busy))
     assert busy.value == 0
 

@@ -119,42 +119,48 @@ typedef struct pi_gpu_attention {
     uint32_t n_tiles;
 } pi_gpu_attention;
 
-#define PI_GPU_FLAG_STRIDE 16 /* words from one flag to the next: a cache line */
+/* What two sides hand each other through host memory. A packet is written and read as one access of 16 bytes,
+ * at a multiple of 16: its words are there when its value is that of the exchange. Nothing else says so, and
+ * no fence is needed. Elements lie one after the other in words, of a token from a packet of its own on. */
+typedef struct pi_gpu_packet {
+    uint32_t word[3];
+    uint32_t value; /* 0: none yet */
+} pi_gpu_packet;
 
-/* What a split layer hands to the CPU. *_out and flags are host memory (allocate_host), by their device
- * addresses. When block b of n_blocks has written its part, flag b becomes *base + order. */
+/* What a split layer hands to the CPU: packets whose value is *base + order. */
 typedef struct pi_gpu_post {
     const uint32_t *base;
     uint32_t order;
     uint32_t n_tokens;
-    uint32_t n_embd; /* a multiple of 4 */
-    uint32_t n_blocks;
+    uint32_t n_embd;      /* a multiple of 4 */
+    uint32_t halves;      /* 1: x is handed over as float16, two elements a word */
     const float *x;       /* [n_tokens, n_embd] */
-    float *x_out;         /* [n_tokens, n_embd] */
     const uint32_t *mask; /* [n_tokens, mask_stride] words from the CPU's first neuron on */
-    uint32_t *mask_out;   /* [n_tokens, mask_out_stride] */
-    uint32_t mask_words;  /* of a token that are copied; 0: none */
+    uint32_t mask_words;  /* of a token that are handed over; 0: none */
     uint32_t mask_stride;
-    uint32_t mask_out_stride;
-    uint32_t *flags; /* [n_blocks * PI_GPU_FLAG_STRIDE] */
-    uint64_t *stamp; /* host, or NULL: nanoseconds of the device's clock at the post */
+    uint32_t out_stride; /* packets of a token's row, at least those of x and of the mask */
+    pi_gpu_packet *out;  /* host memory [n_tokens, out_stride] packets of x, then of the mask */
+    uint64_t *stamp;     /* host, or NULL: nanoseconds of the device's clock at the post */
 } pi_gpu_post;
 
-/* y [n] += shares + answer, once the low word of *mail is *base + order; n is a multiple of 4. Without an
- * answer nothing is waited for. When the high word of *mail is not 0, or limit_ns have passed (then *late
- * becomes the value waited for), y stays as it is and *given_up becomes 1, so that no later merge waits.
- * mail, gate, late and answer are host memory. */
+/* y [n_tokens, n_embd] += shares + answer, whose packets get the value *base + order. Without an answer
+ * nothing is waited for. When *abandoned is not 0, or limit_ns have passed (then *late becomes the value
+ * waited for), what has not come is not added, and *given_up becomes 1, so that no later merge waits. gate,
+ * abandoned, late and answer are host memory. */
 typedef struct pi_gpu_merge {
     const uint32_t *base;
     uint32_t order;
-    const uint64_t *mail;
+    uint32_t n_tokens;
+    uint32_t n_embd;
+    uint32_t halves;      /* 1: the answer is float16, two elements a word */
     const uint32_t *gate; /* before all that, the stream waits until it is not 0; or NULL */
+    const uint32_t *abandoned;
     uint32_t *late;
     uint32_t *given_up; /* device memory, 0 before a step */
     uint64_t limit_ns;
-    const float *share[2]; /* device memory, or NULL */
-    const float *answer;   /* host memory, or NULL */
-    uint64_t n;
+    const float *share[2];       /* device memory, or NULL */
+    const pi_gpu_packet *answer; /* [n_tokens, answer_stride], or NULL */
+    uint64_t answer_stride;      /* packets */
     float *y;
     uint64_t *stamp; /* host, or NULL: nanoseconds of the device's clock after waiting */
 } pi_gpu_merge;
@@ -248,8 +254,9 @@ typedef struct pi_gpu_api {
                     uint32_t *words);
 
     /* ---- layers that the CPU computes a share of ---- */
-    /* Pinned host memory, and its address for operations. Not of the budget. */
-    int32_t (*allocate_host)(pi_gpu *, uint64_t n_bytes, void **host, void **device);
+    /* Pinned host memory, and its address for operations. Not of the budget. combined: what the host writes
+     * goes past its caches, and it reads slowly. */
+    int32_t (*allocate_host)(pi_gpu *, uint64_t n_bytes, uint32_t combined, void **host, void **device);
     int32_t (*release_host)(pi_gpu *, void *host);
     /* Lets queued work begin; *busy: whether some of it is not done. Reports failures as synchronize() does.
      */

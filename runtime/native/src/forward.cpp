@@ -258,15 +258,15 @@ void Forward::split_ffn(Side &side, const Pass &pass, uint32_t layer, Answers an
 }
 
 void Forward::cold_ffn(const Pass &pass, uint32_t layer) const {
-    const Posted posted = sides.hand_over->await(layer, pass.step.n_tokens(), pass.check_interrupted);
     FfnArgs args = ffn_args(*sides.cpu, pass, layer);
+    const Posted posted = sides.hand_over->await(args, layer, pass.check_interrupted);
     args.neuron_begin = sides.placement.layers[layer].n_pull;
     args.normed = posted.normed;
     args.mask = posted.mask;
     args.mask_stride = posted.mask_stride;
     args.out = posted.out;
     sides.cpu->ops.ffn(sides.cpu->stream, args);
-    sides.hand_over->answer(layer);
+    sides.hand_over->answer(layer, args.n_tokens);
 }
 
 void Forward::require_answered() const {

@@ -4,6 +4,7 @@
 #include "stream.h"
 
 #include <algorithm>
+#include <cstring>
 #include <filesystem>
 
 namespace pi {
@@ -14,9 +15,6 @@ constexpr std::chrono::seconds limit{5}, limit_of_many{60};
 constexpr uint32_t few_tokens = 16;
 constexpr std::chrono::milliseconds between_checks{20};
 constexpr int polls_between_clocks = 256;
-// That a block of the device posts: of 4096 elements two blocks took less than one;
-// benchmarks/gpu/handover.cpp.
-constexpr uint64_t floats_of_block = 2048;
 
 uint64_t nanoseconds(std::chrono::steady_clock::duration time) {
     return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(time).count());
@@ -24,11 +22,6 @@ uint64_t nanoseconds(std::chrono::steady_clock::duration time) {
 
 std::chrono::seconds limit_for(uint32_t n_tokens) {
     return n_tokens <= few_tokens ? limit : limit_of_many;
-}
-
-uint32_t n_blocks_for(uint64_t n_floats, uint32_t most) {
-    return static_cast<uint32_t>(
-        std::clamp<uint64_t>((n_floats + floats_of_block - 1) / floats_of_block, 1, most));
 }
 
 // A Linux under Windows shares its GPU with the display there.
@@ -81,13 +74,18 @@ HandOver::HandOver(GpuStream &stream, const ModelConfig &config, const GpuPlacem
         most_cold = std::max<uint64_t>(most_cold, config.n_ff - placed.n_pull);
     }
     const uint64_t n = uint64_t{plan.max_batch_tokens} * config.n_embd;
-    mask_stride_ = static_cast<uint32_t>((most_cold + 63) / 64 * 2);
+    mask_stride_ = (most_cold + 63) / 64;
+    post_stride_ = packets_for(config.n_embd) + packets_for((most_cold + 31) / 32);
+    answer_stride_ = packets_for(config.n_embd);
     control_ = share<Control>(1);
     *control_.host = {};
     gates_ = share<uint32_t>(n_exchanges_ + 1);
-    normed_ = share<float>(n);
-    answer_ = share<float>(n);
-    mask_ = share<uint32_t>(uint64_t{plan.max_batch_tokens} * mask_stride_);
+    posted_ = share<pi_gpu_packet>(plan.max_batch_tokens * post_stride_);
+    answer_ = share<pi_gpu_packet>(plan.max_batch_tokens * answer_stride_);
+    forget_packets();
+    normed_.resize(n);
+    out_.resize(n);
+    mask_.resize(plan.max_batch_tokens * mask_stride_);
     step_ = stream.device.allocate<uint32_t>(2);
     pulled_ = pulls ? stream.device.allocate<float>(n) : nullptr;
 }
@@ -95,13 +93,22 @@ HandOver::HandOver(GpuStream &stream, const ModelConfig &config, const GpuPlacem
 template <typename T>
 HandOver::Shared<T> HandOver::share(uint64_t n) {
     const GpuDevice::Pinned memory = stream_.pinned.allocate(n * sizeof(T));
-    return {static_cast<T *>(memory.host), static_cast<T *>(memory.device)};
+    return {static_cast<T *>(memory.host), static_cast<T *>(memory.device), n};
+}
+
+// No packet's value is that of an exchange to come.
+void HandOver::forget_packets() {
+    std::memset(posted_.host, 0, posted_.n * sizeof *posted_.host);
+    std::memset(answer_.host, 0, answer_.n * sizeof *answer_.host);
+    base_ = 0;
 }
 
 void HandOver::begin_step() {
     base_ += n_exchanges_;
-    write(control_.host->mail.value, uint64_t{0});
-    write(control_.host->late.value, uint64_t{0});
+    if (base_ > UINT32_MAX - n_exchanges_)
+        forget_packets(); // of steps long ago
+    write(control_.host->abandoned.value, 0u);
+    write(control_.host->late.value, 0u);
     for (uint32_t i = 0; i < n_exchanges_; ++i)
         write(gates_.host[i], 0u);
     const uint32_t words[] = {base_, 0};
@@ -135,24 +142,22 @@ void HandOver::stamp(uint32_t layer, uint64_t LayerStamps::*moment) {
         stream_.device.call(&pi_gpu_api::stamp, &(stream_.device_stamps[layer].*moment));
 }
 
+bool HandOver::any_masked(const FfnArgs &args) {
+    return std::find(args.modes, args.modes + args.n_tokens, PI_FFN_PREDICTED) != args.modes + args.n_tokens;
+}
+
 void HandOver::queue_post(const FfnArgs &args, uint32_t layer) {
-    const uint32_t first = layers_[layer].n_pull / 32, n_words = (config_.n_ff + 31) / 32;
-    const bool masked =
-        std::find(args.modes, args.modes + args.n_tokens, PI_FFN_PREDICTED) != args.modes + args.n_tokens;
     pi_gpu_post post{};
     post.base = step_;
     post.order = order_[layer];
     post.n_tokens = args.n_tokens;
     post.n_embd = config_.n_embd;
-    post.n_blocks = n_blocks_for(uint64_t{args.n_tokens} * config_.n_embd, Control::most_blocks);
     post.x = args.normed;
-    post.x_out = normed_.device;
-    post.mask = stream_.ffn.mask + first;
-    post.mask_out = mask_.device;
-    post.mask_words = masked ? n_words - first : 0;
-    post.mask_stride = n_words;
-    post.mask_out_stride = mask_stride_;
-    post.flags = reinterpret_cast<uint32_t *>(control_.device->posted);
+    post.mask = stream_.ffn.mask + layers_[layer].n_pull / 32;
+    post.mask_words = any_masked(args) ? static_cast<uint32_t>(mask_words(layer)) : 0;
+    post.mask_stride = (config_.n_ff + 31) / 32;
+    post.out = posted_.device;
+    post.out_stride = static_cast<uint32_t>(post_stride_);
     post.stamp = stream_.stamps == nullptr ? nullptr : &stream_.device_stamps[layer].posted;
     stream_.device.call(&pi_gpu_api::post, static_cast<const pi_gpu_post *>(&post));
 }
@@ -162,64 +167,91 @@ void HandOver::queue_merge(const FfnArgs &args, uint32_t layer, float *residual)
     pi_gpu_merge merge{};
     merge.base = step_;
     merge.order = order_[layer];
-    merge.mail = &control_.device->mail.value;
+    merge.n_tokens = args.n_tokens;
+    merge.n_embd = config_.n_embd;
     if (way_ == PI_HANDOVER_WAIT_VALUE && order_[layer] != 0)
         merge.gate = gates_.device + order_[layer] - 1;
-    merge.late = reinterpret_cast<uint32_t *>(&control_.device->late);
+    merge.abandoned = &control_.device->abandoned.value;
+    merge.late = &control_.device->late.value;
     merge.given_up = step_ + 1;
     merge.limit_ns = std::chrono::nanoseconds(limit_for(args.n_tokens)).count();
     merge.share[0] = placed.n_hot > 0 ? args.out : nullptr;
     merge.share[1] = placed.n_pull > placed.n_hot ? pulled_ : nullptr;
     merge.answer = order_[layer] != 0 ? answer_.device : nullptr;
-    merge.n = uint64_t{args.n_tokens} * config_.n_embd;
+    merge.answer_stride = answer_stride_;
     merge.y = residual;
     merge.stamp = stream_.stamps == nullptr ? nullptr : &stream_.device_stamps[layer].end;
     stream_.device.call(&pi_gpu_api::merge, static_cast<const pi_gpu_merge *>(&merge));
 }
 
-Posted HandOver::await(uint32_t layer, uint32_t n_tokens, const std::function<void()> &check_interrupted) {
-    const uint32_t value = value_of(layer);
-    const uint32_t n_blocks = n_blocks_for(uint64_t{n_tokens} * config_.n_embd, Control::most_blocks);
-    const Clock::time_point begin = Clock::now();
-    Clock::time_point next_check = begin;
-    for (uint32_t block = 0, polls = 0; block < n_blocks;) {
-        if (read(control_.host->posted[block].value) == value) {
-            ++block;
-            continue;
-        }
-        if (++polls % polls_between_clocks != 0) {
+// What happens while the CPU waits for the next packet: checks, and an end.
+class HandOver::Waiting {
+  public:
+    Waiting(HandOver &at, uint32_t layer, uint32_t n_tokens, const std::function<void()> &check_interrupted)
+        : at_(at), layer_(layer), limit_(limit_for(n_tokens)), check_interrupted_(check_interrupted) {}
+
+    bool operator()() {
+        if (++polls_ % polls_between_clocks != 0) {
             cpu_pause();
-            continue;
+            return true;
         }
         std::this_thread::yield(); // where something else wants this core, it may well be what posts
         const Clock::time_point now = Clock::now();
-        if (now < next_check)
-            continue;
-        next_check = now + between_checks;
-        require_alive();
-        check_interrupted();
-        if (now - begin > limit_for(n_tokens)) {
-            silent_ = true;
-            throw Error(PI_FAILURE, "layer " + std::to_string(layer) +
-                                        ": the GPU has handed nothing over for " +
-                                        std::to_string(limit_for(n_tokens).count()) + " s");
-        }
+        if (now < next_check_)
+            return true;
+        next_check_ = now + between_checks;
+        at_.require_alive();
+        check_interrupted_();
+        if (now - begin_ > limit_)
+            at_.fail_silent(layer_, limit_);
+        return true;
+    }
+
+  private:
+    HandOver &at_;
+    const uint32_t layer_;
+    const std::chrono::seconds limit_;
+    const std::function<void()> &check_interrupted_;
+    const Clock::time_point begin_ = Clock::now();
+    Clock::time_point next_check_ = begin_;
+    int polls_ = 0;
+};
+
+void HandOver::fail_silent(uint32_t layer, std::chrono::seconds waited) {
+    silent_ = true;
+    throw Error(PI_FAILURE, "layer " + std::to_string(layer) + ": the GPU has handed nothing over for " +
+                                std::to_string(waited.count()) + " s");
+}
+
+Posted HandOver::await(const FfnArgs &args, uint32_t layer, const std::function<void()> &check_interrupted) {
+    const uint32_t value = value_of(layer);
+    const Clock::time_point begin = Clock::now();
+    Waiting wait(*this, layer, args.n_tokens, check_interrupted);
+    for (uint32_t token = 0; token < args.n_tokens; ++token) {
+        const pi_gpu_packet *row = posted_.host + token * post_stride_;
+        take_packets(row, config_.n_embd, value,
+                     reinterpret_cast<uint32_t *>(&normed_[uint64_t{token} * config_.n_embd]), wait);
+        if (any_masked(args))
+            take_packets(row + packets_for(config_.n_embd), mask_words(layer), value,
+                         reinterpret_cast<uint32_t *>(&mask_[token * mask_stride_]), wait);
     }
     posted_at_ = Clock::now();
     if (stream_.stamps != nullptr)
         stream_.stamps[layer].cpu_wait_ns = nanoseconds(posted_at_ - begin);
-    return {normed_.host, reinterpret_cast<const uint64_t *>(mask_.host), mask_stride_ / 2, answer_.host};
+    return {normed_.data(), mask_.data(), mask_stride_, out_.data()};
 }
 
-void HandOver::answer(uint32_t layer) {
+void HandOver::answer(uint32_t layer, uint32_t n_tokens) {
     if (stream_.stamps != nullptr)
         stream_.stamps[layer].cpu_ns = nanoseconds(Clock::now() - posted_at_);
-    write(control_.host->mail.value, uint64_t{value_of(layer)});
+    for (uint32_t token = 0; token < n_tokens; ++token)
+        give_packets(reinterpret_cast<const uint32_t *>(&out_[uint64_t{token} * config_.n_embd]),
+                     config_.n_embd, value_of(layer), answer_.host + token * answer_stride_);
     write(gates_.host[order_[layer] - 1], 1u);
 }
 
 void HandOver::give_up() {
-    write(control_.host->mail.value, no_answer);
+    write(control_.host->abandoned.value, 1u);
     for (uint32_t i = 0; i < n_exchanges_; ++i)
         write(gates_.host[i], 1u);
 }
@@ -232,7 +264,7 @@ void HandOver::require_alive() const {
 }
 
 void HandOver::require_answered() const {
-    const uint64_t late = read(control_.host->late.value);
+    const uint32_t late = read(control_.host->late.value);
     for (uint32_t layer = 0; late != 0 && layer < config_.n_layers; ++layer) {
         if (order_[layer] != 0 && value_of(layer) == late)
             throw Error(PI_FAILURE,

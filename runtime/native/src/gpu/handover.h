@@ -6,6 +6,7 @@
 #include "../ops.h"
 #include "../plan.h"
 #include "library.h"
+#include "packets.h"
 
 #include <atomic>
 #include <chrono>
@@ -15,7 +16,7 @@ namespace pi {
 
 struct GpuStream;
 
-// What the CPU computes its neurons from, and where it writes their share; pinned memory.
+// What the CPU computes its neurons from, and where it writes their share.
 struct Posted {
     const float *normed;  // [n_tokens, n_embd]
     const uint64_t *mask; // [n_tokens, mask_stride] bit i: neuron n_pull + i; of predicted tokens
@@ -45,8 +46,8 @@ class HandOver {
     void begin_step();
     // Waits for a layer's post. `interrupted` is asked now and then. Throws Error: the device failed, posts
     // nothing, or has given up waiting for the CPU.
-    Posted await(uint32_t layer, uint32_t n_tokens, const std::function<void()> &check_interrupted);
-    void answer(uint32_t layer);
+    Posted await(const FfnArgs &args, uint32_t layer, const std::function<void()> &check_interrupted);
+    void answer(uint32_t layer, uint32_t n_tokens);
     // What is queued waits for no answer from here on.
     void give_up();
     // The device has posted nothing in time: waiting for it could take for ever.
@@ -62,26 +63,30 @@ class HandOver {
   private:
     // In host memory, written by one side and read by the other; a cache line each.
     struct alignas(64) Flag {
-        uint64_t value;
+        uint32_t value;
     };
     struct Control {
-        static constexpr uint32_t most_blocks = 64;
-        Flag posted[most_blocks]; // device: the last exchange that block b has written
-        Flag mail;                // CPU: the last one it has answered
-        Flag late;                // device: the one it gave up to wait for; 0: none
+        Flag abandoned; // CPU: not 0: it answers no more
+        Flag late;      // device: the exchange it gave up to wait for; 0: none
     };
-    static constexpr uint64_t no_answer = uint64_t{1} << 32; // as mail
 
     template <typename T>
     struct Shared {
         T *host;
         T *device;
+        uint64_t n;
     };
     template <typename T>
     Shared<T> share(uint64_t n);
 
     uint32_t value_of(uint32_t layer) const { return base_ + order_[layer]; }
+    void forget_packets();
+    // Words of a token's mask over the CPU's neurons of the layer.
+    uint64_t mask_words(uint32_t layer) const { return (config_.n_ff - layers_[layer].n_pull + 31) / 32; }
+    static bool any_masked(const FfnArgs &args);
+    class Waiting;
     void require_alive() const;
+    [[noreturn]] void fail_silent(uint32_t layer, std::chrono::seconds waited);
     FfnArgs range(const FfnArgs &args, uint32_t begin, uint32_t end, float *out) const;
     void queue_post(const FfnArgs &args, uint32_t layer);
     // Where layers are timed: this moment of the layer is here.
@@ -96,14 +101,18 @@ class HandOver {
     uint32_t way_;
     bool silent_ = false;
     Clock::time_point posted_at_; // when the CPU saw the last post
-    uint32_t mask_stride_;        // 32-bit words of a token, even
+    uint64_t mask_stride_;        // 64-bit words of a token
+    uint64_t post_stride_;        // packets of a token: x, then the mask
+    uint64_t answer_stride_;      // packets of a token
     Shared<Control> control_;
-    Shared<uint32_t> gates_; // [n_exchanges] CPU: not 0: answered; where the stream waits for that
-    Shared<float> normed_;   // [max_tokens, n_embd]
-    Shared<float> answer_;   // [max_tokens, n_embd]
-    Shared<uint32_t> mask_;  // [max_tokens, mask_stride]
-    uint32_t *step_;         // device: base_, and whether the step was given up
-    float *pulled_;          // device: [max_tokens, n_embd] share of the pulled neurons
+    Shared<uint32_t> gates_;       // [n_exchanges] CPU: not 0: answered; where the stream waits for that
+    Shared<pi_gpu_packet> posted_; // [max_tokens, post_stride]
+    Shared<pi_gpu_packet> answer_; // [max_tokens, answer_stride]
+    std::vector<float> normed_;    // [max_tokens, n_embd]
+    std::vector<float> out_;       // [max_tokens, n_embd]
+    std::vector<uint64_t> mask_;   // [max_tokens, mask_stride]
+    uint32_t *step_;               // device: base_, and whether the step was given up
+    float *pulled_;                // device: [max_tokens, n_embd] share of the pulled neurons
 };
 
 } // namespace pi

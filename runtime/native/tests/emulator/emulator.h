@@ -190,7 +190,12 @@ enum cudaError_t {
 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
 enum cudaMemcpyKind { cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault };
-enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaHostAllocMapped = 2 };
+enum {
+    cudaStreamNonBlocking = 1,
+    cudaEventDisableTiming = 2,
+    cudaHostAllocMapped = 2,
+    cudaHostAllocWriteCombined = 4
+};
 using cudaStream_t = struct emulated_stream *;
 using cudaEvent_t = struct emulated_event *;
 using cudaGraph_t = struct emulated_graph *;
@@ -242,6 +247,16 @@ namespace pi_cuda {
 
 uint64_t global_time_ns();
 void be_patient(); // gives its turn to the program's threads
+
+// A value that another thread writes and reads: one access of 16 bytes.
+using Whole = uint32_t __attribute__((vector_size(16)));
+inline uint4 load_whole(const void *at) {
+    const Whole x = *static_cast<const volatile Whole *>(at);
+    return {x[0], x[1], x[2], x[3]};
+}
+inline void store_whole(void *at, uint4 x) {
+    *static_cast<volatile Whole *>(at) = Whole{x.x, x.y, x.z, x.w};
+}
 
 template <typename... Params, typename... Args>
 void start_kernel(void (*kernel)(Params...), dim3 grid, dim3 block, size_t, cudaStream_t, Args... args) {
