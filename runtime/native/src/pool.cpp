@@ -30,7 +30,7 @@ uint32_t wait_change(const std::atomic<uint32_t> &value, uint32_t old, const std
 
 } // namespace
 
-Pool::Pool(uint32_t n_threads) {
+Pool::Pool(uint32_t n_threads) : done_(n_threads) {
     const BlockedSignals blocked;
     try {
         for (uint32_t thread = 1; thread < n_threads; ++thread)
@@ -62,13 +62,12 @@ void Pool::dispatch(int64_t n_chunks, Call task_call, const void *task) {
     call_ = task_call;
     task_ = task;
     n_chunks_ = n_chunks;
-    next_chunk_.store(0, std::memory_order_relaxed);
-    busy_.store(static_cast<uint32_t>(workers_.size()), std::memory_order_relaxed);
-    generation_.fetch_add(1, std::memory_order_release);
+    next_chunk_.store(n_threads(), std::memory_order_relaxed);
+    const uint32_t before = generation_.fetch_add(1, std::memory_order_release);
     generation_.notify_all();
     drain(0);
-    for (uint32_t busy = busy_.load(std::memory_order_acquire); busy != 0;)
-        busy = wait_change(busy_, busy, awake_);
+    for (uint32_t thread = 1; thread < n_threads(); ++thread)
+        wait_change(done_[thread].job, before, awake_);
 }
 
 void Pool::work(uint32_t thread) {
@@ -77,17 +76,17 @@ void Pool::work(uint32_t thread) {
         if (stopping_)
             return;
         drain(thread);
-        if (busy_.fetch_sub(1, std::memory_order_acq_rel) == 1)
-            busy_.notify_one();
+        done_[thread].job.store(seen, std::memory_order_release);
+        done_[thread].job.notify_one();
     }
 }
 
 void Pool::drain(uint32_t thread) {
-    for (;;) {
-        const int64_t chunk = next_chunk_.fetch_add(1, std::memory_order_relaxed);
-        if (chunk >= n_chunks_)
-            return;
+    for (int64_t chunk = thread; chunk < n_chunks_;) {
         call_(task_, chunk, thread);
+        if (n_chunks_ <= n_threads())
+            return;
+        chunk = next_chunk_.fetch_add(1, std::memory_order_relaxed);
     }
 }
 

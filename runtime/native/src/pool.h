@@ -1,5 +1,6 @@
-// pool.h: one persistent team of threads. Work is handed out in chunks from a shared counter, so that fast
-// and slow cores both stay busy; idle workers spin for a moment and then sleep.
+// pool.h: one persistent team of threads. Every thread has its first chunk of work by its number, so that
+// short jobs begin and end without a line of memory that all threads write; the others come from a shared
+// counter, so that fast and slow cores both stay busy. Idle workers spin for a moment and then sleep.
 #pragma once
 
 #include <atomic>
@@ -32,8 +33,8 @@ class Pool {
     // for work that comes in short intervals from somewhere else.
     void stay_awake(bool on) { awake_.store(on, std::memory_order_relaxed); }
 
-    // Calls task(chunk, thread) for every chunk in [0, n_chunks), each once; returns when all are done. The
-    // task must not throw. Not reentrant.
+    // Calls task(chunk, thread) for every chunk in [0, n_chunks), each once; returns when all are done.
+    // Chunks below n_threads() are those threads'. The task must not throw. Not reentrant.
     template <typename Task>
     void run(int64_t n_chunks, const Task &task) {
         if (n_chunks <= 1 || workers_.empty()) {
@@ -45,6 +46,10 @@ class Pool {
     }
 
   private:
+    // The last job that a worker has done, as generation_ counts them; a cache line each.
+    struct alignas(64) Done {
+        std::atomic<uint32_t> job{0};
+    };
     using Call = void (*)(const void *task, int64_t chunk, uint32_t thread);
 
     template <typename Task>
@@ -57,6 +62,7 @@ class Pool {
     void stop();
 
     std::vector<std::thread> workers_;
+    std::vector<Done> done_; // [n_threads] the caller's is not used
     Call call_ = nullptr;
     const void *task_ = nullptr;
     int64_t n_chunks_ = 0;
@@ -64,7 +70,6 @@ class Pool {
     std::atomic<bool> awake_{false};
     alignas(64) std::atomic<int64_t> next_chunk_{0};
     alignas(64) std::atomic<uint32_t> generation_{0}; // raised once for every job
-    alignas(64) std::atomic<uint32_t> busy_{0};       // workers still in the job
 };
 
 } // namespace pi
