@@ -1,19 +1,19 @@
 // handover.cpp: what one exchange of a split layer takes: a graph of layers that post and merge, and threads
-// that answer with what was posted; beside it the same launches without waiting. By what an element is, by
-// how the threads share the work, and by how the answer's memory is cached. g++ -O2 -std=c++20 -pthread
-// -Iruntime/native -Iruntime/native/include benchmarks/gpu/handover.cpp -o handover
+// that answer with what was posted; beside it the same launches without waiting. By how the threads share the
+// work. g++ -O3 -std=c++20 -pthread -Iruntime/native -Iruntime/native/include benchmarks/gpu/handover.cpp
+// runtime/native/src/pool.cpp runtime/native/src/status.cpp -o handover
 // ./handover build/gpu/runtime/native/libpi_cuda.so [THREADS [RUNS]]
 #include "cuda/pi_gpu.h"
 #include "src/gpu/packets.h"
+#include "src/pool.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
-#include <emmintrin.h>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -24,21 +24,17 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr uint32_t n_layers = 40;
 constexpr uint64_t limit_ns = 5'000'000'000;
-constexpr uint32_t packets_of_line = 4;
+constexpr uint32_t part_packets = 8; // as the engine has it
 
-// How the threads take what was posted. They write a slice of the answer each.
-enum class Taking {
-    slices, // a slice each: what the bus and the packets take
-    all,    // all of it each, from the packets: what every thread multiplies with
-    shared, // a slice each into an array of all, and then all of that each
-    first   // the first thread everything into that array, and then all of that each
+enum class Sharing {
+    one,    // one thread takes all and gives all
+    slices, // every thread answers with the slice that it took: what the bus and the packets take
+    pool    // the engine's pool: a slice each into an array of all, which each reads before it gives a slice
 };
 
 struct Variant {
     const char *name;
-    bool halves, combined;
-    Taking taking;
-    bool many; // threads
+    Sharing sharing;
 };
 
 struct Device {
@@ -63,9 +59,9 @@ struct Pinned {
     const Device &on;
     T *host, *device;
 
-    Pinned(const Device &with, uint64_t n, bool combined = false) : on(with) {
+    Pinned(const Device &with, uint64_t n) : on(with) {
         void *both[2];
-        on.check(on.api->allocate_host(on.gpu, n * sizeof(T), combined ? 1 : 0, &both[0], &both[1]));
+        on.check(on.api->allocate_host(on.gpu, n * sizeof(T), &both[0], &both[1]));
         host = static_cast<T *>(both[0]);
         device = static_cast<T *>(both[1]);
         std::memset(both[0], 0, n * sizeof(T));
@@ -84,7 +80,7 @@ class Spin {
             std::fprintf(stderr, "handover: a thread waited for 8 s\n");
             std::_Exit(1);
         }
-        _mm_pause();
+        pi::cpu_pause();
         return true;
     }
 
@@ -98,17 +94,19 @@ class Exchange {
     Exchange(const Device &device, uint32_t n_embd, uint32_t n_runs, uint32_t n_threads,
              const Variant &variant)
         : device_(device), variant_(variant), n_embd_(n_embd), n_runs_(n_runs),
-          n_threads_(variant.many ? n_threads : 1),
-          n_packets_(static_cast<uint32_t>(pi::packets_for(variant.halves ? n_embd / 2 : n_embd))),
-          late_(device, 16), posted_(device, n_packets_), answer_(device, n_packets_, variant.combined),
-          shared_(pi::packet_words * n_packets_), step_(device.allocate<uint32_t>(2)),
-          x_(device.allocate<float>(n_embd)), y_(device.allocate<float>(n_embd)) {
+          n_threads_(variant.sharing == Sharing::one ? 1 : n_threads),
+          n_packets_(pi::packets_for_elements(n_embd)), late_(device, 16), posted_(device, n_packets_),
+          answer_(device, n_packets_), shared_(n_embd), step_(device.allocate<uint32_t>(2)),
+          x_(device.allocate<float>(n_embd)), y_(device.allocate<float>(n_embd)),
+          pool_(variant.sharing == Sharing::pool ? n_threads : 1) {
+        pool_.stay_awake(true);
         for (uint32_t i = 0; i < n_embd; ++i)
             inputs_.push_back(static_cast<float>(i % 1021) / 64 - 3);
         device.check(device.api->upload(device.gpu, inputs_.data(), n_embd * sizeof(float), x_));
-        const uint32_t lines = (n_packets_ + packets_of_line - 1) / packets_of_line;
+        const uint32_t n_parts = (n_packets_ + part_packets - 1) / part_packets;
         for (uint32_t thread = 0; thread <= n_threads_; ++thread)
-            starts_.push_back(std::min(n_packets_, lines * thread / n_threads_ * packets_of_line));
+            starts_.push_back(
+                std::min(n_embd, n_parts * thread / n_threads_ * part_packets * PI_GPU_PACKET_ELEMENTS));
     }
     ~Exchange() {
         for (void *data : {static_cast<void *>(step_), static_cast<void *>(x_), static_cast<void *>(y_)})
@@ -123,10 +121,11 @@ class Exchange {
         pi_gpu_graph *graph = nullptr;
         device_.check(device_.api->end_capture(device_.gpu, &graph));
         std::vector<std::thread> threads;
-        for (uint32_t thread = 1; answered && thread < n_threads_; ++thread)
+        const bool alone = answered && variant_.sharing == Sharing::slices;
+        for (uint32_t thread = 1; alone && thread < n_threads_; ++thread)
             threads.emplace_back([this, thread, from = base_] {
                 for (uint32_t i = 1; i <= n_runs_ * n_layers; ++i)
-                    take_and_answer(thread, from + n_layers + i);
+                    answer_slice(thread, from + n_layers + i);
             });
         std::vector<double> times;
         for (uint32_t run = 0; run < n_runs_; ++run)
@@ -146,8 +145,7 @@ class Exchange {
         post.order = order;
         post.n_tokens = 1;
         post.n_embd = n_embd_;
-        post.halves = variant_.halves;
-        post.x = variant_.halves ? x_ : y_; // y grows beyond float16
+        post.x = y_;
         post.out = posted_.device;
         post.out_stride = n_packets_;
         device_.check(device_.api->post(device_.gpu, &post));
@@ -156,7 +154,6 @@ class Exchange {
         merge.order = order;
         merge.n_tokens = 1;
         merge.n_embd = n_embd_;
-        merge.halves = variant_.halves;
         merge.abandoned = late_.device + 8;
         merge.late = late_.device;
         merge.given_up = step_ + 1;
@@ -177,7 +174,7 @@ class Exchange {
         const auto begin = Clock::now();
         device_.check(device_.api->launch_graph(device_.gpu, graph));
         for (uint32_t order = 1; answered && order <= n_layers; ++order)
-            take_and_answer(0, base_ + order);
+            answer(base_ + order);
         device_.check(device_.api->synchronize(device_.gpu));
         const std::chrono::duration<double, std::micro> took = Clock::now() - begin;
         if (answered)
@@ -185,88 +182,57 @@ class Exchange {
         return took.count() / n_layers;
     }
 
-    // Every exchange shows in the sums: each layer adds its input and what was posted.
+    // Every exchange shows in the sums: each layer adds its input and what was posted, that is, doubles.
+    // Relative to the largest of a packet an exchange adds half the 2^-14 that packets may be off.
     void require_sums() const {
         std::vector<float> y(n_embd_);
         device_.check(device_.api->download(device_.gpu, y_, n_embd_ * sizeof(float), y.data()));
         device_.check(device_.api->synchronize(device_.gpu));
+        const double doubled = std::ldexp(1.0, n_layers) - 1;
         for (uint32_t i = 0; i < n_embd_; ++i) {
-            float want = 0;
-            for (uint32_t layer = 0; layer < n_layers; ++layer)
-                want = want + (inputs_[i] + (variant_.halves ? inputs_[i] : want));
-            const bool same =
-                variant_.halves ? std::abs(y[i] - want) <= 0.002f * std::abs(want) : y[i] == want;
-            if (!same)
+            const double want = inputs_[i] * doubled;
+            const uint32_t first = i / PI_GPU_PACKET_ELEMENTS * PI_GPU_PACKET_ELEMENTS;
+            double largest = 0;
+            for (uint32_t k = first; k < std::min(n_embd_, first + PI_GPU_PACKET_ELEMENTS); ++k)
+                largest = std::max(largest, std::abs(inputs_[k] * doubled));
+            if (!(std::abs(y[i] - want) <= n_layers * std::ldexp(largest, -14)))
                 throw std::runtime_error("element " + std::to_string(i) + " is " + std::to_string(y[i]) +
                                          " instead of " + std::to_string(want));
         }
     }
 
-    // Packets [begin, end) of an exchange, once they are there.
-    void take(uint32_t begin, uint32_t end, uint32_t value, uint32_t *words) const {
-        pi::take_packets(posted_.host + begin, pi::packet_words * (end - begin), value,
-                         words + pi::packet_words * begin, Spin());
+    // The thread's slice of an exchange, once it is there.
+    void take(uint32_t thread, uint32_t value, float *to) const {
+        const uint32_t begin = starts_[thread];
+        pi::take_elements(posted_.host + begin / PI_GPU_PACKET_ELEMENTS, starts_[thread + 1] - begin, value,
+                          to + begin, Spin());
+    }
+    void give(uint32_t thread, uint32_t value, const float *from) const {
+        const uint32_t begin = starts_[thread];
+        pi::give_elements(from + begin, starts_[thread + 1] - begin, value,
+                          answer_.host + begin / PI_GPU_PACKET_ELEMENTS);
     }
 
-    void give(uint32_t begin, uint32_t end, uint32_t value, const uint32_t *words) const {
-        if (!variant_.combined)
-            return pi::give_packets(words + pi::packet_words * begin, pi::packet_words * (end - begin), value,
-                                    answer_.host + begin);
-        for (uint32_t i = begin; i < end; ++i) {
-            const uint32_t *from = words + pi::packet_words * i;
-            const pi::WholePacket packet = {from[0], from[1], from[2], value};
-            _mm_stream_si128(reinterpret_cast<__m128i *>(answer_.host + i), (__m128i)packet);
-        }
-        _mm_sfence();
+    void answer_slice(uint32_t thread, uint32_t value) const {
+        static thread_local std::vector<float> own;
+        own.resize(n_embd_);
+        take(thread, value, own.data());
+        give(thread, value, own.data());
     }
 
-    // What a thread does with its input before it has a result: reads all of it.
-    static void read(const std::vector<uint32_t> &words) {
-        uint32_t sum = 0;
-        for (const uint32_t word : words)
-            sum += word;
-        asm volatile("" : : "r"(sum));
-    }
-
-    void take_and_answer(uint32_t thread, uint32_t value) {
-        static thread_local std::vector<uint32_t> own;
-        own.resize(pi::packet_words * n_packets_);
-        const uint32_t begin = starts_[thread], end = starts_[thread + 1];
-        if (variant_.taking == Taking::slices) {
-            take(begin, end, value, own.data());
-            return give(begin, end, value, own.data());
-        }
-        if (variant_.taking == Taking::all) {
-            take(0, n_packets_, value, own.data());
-            read(own);
-            return give(begin, end, value, own.data());
-        }
-        const bool first = variant_.taking == Taking::first;
-        if (thread == 0)
-            take(0, first ? n_packets_ : 1, value, shared_.data());
-        pass(thread, value, started_);
-        if (!first) {
-            take(begin, end, value, shared_.data());
-            meet(value);
-        }
-        read(shared_);
-        give(begin, end, value, shared_.data());
-    }
-
-    // The first thread has work for the others, as a pool has it.
-    void pass(uint32_t thread, uint32_t value, std::atomic<uint32_t> &at) const {
-        if (thread == 0)
-            return at.store(value, std::memory_order_release);
-        for (Spin spin; static_cast<int32_t>(at.load(std::memory_order_acquire) - value) < 0;)
-            spin();
-    }
-
-    // All threads have come here.
-    void meet(uint32_t value) {
-        const uint32_t last = (value - n_before_) * n_threads_;
-        met_.fetch_add(1, std::memory_order_acq_rel);
-        for (Spin spin; static_cast<int32_t>(met_.load(std::memory_order_acquire) - last) < 0;)
-            spin();
+    void answer(uint32_t value) {
+        if (variant_.sharing != Sharing::pool)
+            return answer_slice(0, value);
+        pi::WholePacket first;
+        pi::await_packet(posted_.host, value, Spin(), first);
+        pool_.run(n_threads_, [&](int64_t, uint32_t thread) { take(thread, value, shared_.data()); });
+        pool_.run(n_threads_, [&](int64_t, uint32_t thread) {
+            float sum = 0; // what a thread does with its input before it has a result: it reads all of it
+            for (uint32_t i = 0; i < n_embd_; i += 16)
+                sum += shared_[i];
+            asm volatile("" : : "m"(sum));
+            give(thread, value, shared_.data());
+        });
     }
 
     const Device &device_;
@@ -274,43 +240,31 @@ class Exchange {
     const uint32_t n_embd_, n_runs_, n_threads_, n_packets_;
     Pinned<uint32_t> late_;
     Pinned<pi_gpu_packet> posted_, answer_;
-    std::vector<uint32_t> shared_;
-    std::vector<uint32_t> starts_; // [n_threads + 1] packets
+    std::vector<float> shared_;
+    std::vector<uint32_t> starts_; // [n_threads + 1] elements
     std::vector<float> inputs_;
     uint32_t *step_;
     float *x_, *y_;
     uint32_t base_ = 0;
-    uint32_t n_before_ = 0; // exchanges that were not answered
-    alignas(64) std::atomic<uint32_t> started_{0};
-    alignas(64) std::atomic<uint32_t> met_{0};
+    pi::Pool pool_;
 
   public:
     // Launches alone, then exchanges; microseconds.
     void print() {
         double alone = 0, with = 0, least_alone = 0, least = 0;
         measure(false, alone, least_alone);
-        n_before_ = base_ + n_layers;
         measure(true, with, least);
         std::printf(
-            "E %5u %-34s %2u threads: launches %6.2f, exchange %6.2f (best %6.2f), over them %6.2f us "
+            "E %5u %-10s %2u threads: launches %6.2f, exchange %6.2f (best %6.2f), over them %6.2f us "
             "(best %6.2f)\n",
             n_embd_, variant_.name, n_threads_, alone, with, least, with - alone, least - least_alone);
     }
 };
 
 constexpr Variant variants[] = {
-    {"float32, one thread", false, false, Taking::slices, false},
-    {"float32, slices", false, false, Taking::slices, true},
-    {"float32, slices, write-combined", false, true, Taking::slices, true},
-    {"float32, all packets each", false, false, Taking::all, true},
-    {"float32, slices to shared", false, false, Taking::shared, true},
-    {"float32, first thread to shared", false, false, Taking::first, true},
-    {"float16, one thread", true, false, Taking::slices, false},
-    {"float16, slices", true, false, Taking::slices, true},
-    {"float16, slices, write-combined", true, true, Taking::slices, true},
-    {"float16, all packets each", true, false, Taking::all, true},
-    {"float16, slices to shared", true, false, Taking::shared, true},
-    {"float16, first thread to shared", true, false, Taking::first, true},
+    {"one thread", Sharing::one},
+    {"slices", Sharing::slices},
+    {"pool", Sharing::pool},
 };
 
 void run(const char *path, uint32_t n_threads, uint32_t n_runs) {

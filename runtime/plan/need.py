@@ -157,7 +157,7 @@ def memory_need(shape: ModelShape, plan: Plan) -> MemoryNeed:
     n_cpu = sum(place.side is Side.CPU for place in places)
     driver = DRIVER_BYTES if plan.uses_gpu else 0
     split = any(place.side is Side.SPLIT for place in places)
-    handed = 2 * shape.n_embd + 2 * math.ceil(shape.n_ff / 64) if split else 0  # pinned, of a token
+    handed = _handed_words(shape) if split else 0
     return MemoryNeed(
         weight_bytes=_mapped_bytes(shape, plan, places),
         pinned_bytes=sum(pinned_bytes(shape, place) for place in places),
@@ -165,6 +165,13 @@ def memory_need(shape: ModelShape, plan: Plan) -> MemoryNeed:
         scratch_bytes=4 * (row + handed) * plan.max_batch_tokens + THREAD_BYTES * plan.n_threads,
         program_bytes=PROGRAM_BYTES + TOKENIZER_BYTES * shape.n_vocab + driver,
     )
+
+
+def _handed_words(shape: ModelShape) -> int:
+    """Return the 32-bit words of a token that the sides of split layers hand each other: as packets, and unpacked."""
+    mask = 2 * math.ceil(shape.n_ff / 64)
+    packets = 2 * math.ceil(shape.n_embd / 6) + math.ceil(mask / 3)
+    return 2 * shape.n_embd + mask + 4 * packets
 
 
 def pinned_bytes(shape: ModelShape, place: LayerPlace) -> int:

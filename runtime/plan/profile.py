@@ -29,8 +29,8 @@ class MachineProfile:
 
 # Of one token's vector there and back, beside the launches; docs/plan.md says where the figures come from.
 HANDOVER_SECONDS = {
-    HandOver.AUTO: 8e-6,
-    HandOver.SPIN: 8e-6,
+    HandOver.AUTO: 7e-6,
+    HandOver.SPIN: 7e-6,
     HandOver.WAIT_VALUE: 12e-6,
     HandOver.EVENT: 25e-6,
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-ABI = 3
+ABI = 4
 U32, I32, U64, F32, Ptr = ct.c_uint32, ct.c_int32, ct.c_uint64, ct.c_float, ct.c_void_p
 
 # PI_KT_*, in the order of kernels.h: name -> GGUF type id
@@ -133,7 +133,6 @@ class Post(ct.Structure):
         ("order", U32),
         ("n_tokens", U32),
         ("n_embd", U32),
-        ("halves", U32),
         ("x", Ptr),
         ("mask", Ptr),
         ("mask_words", U32),
@@ -150,7 +149,6 @@ class Merge(ct.Structure):
         ("order", U32),
         ("n_tokens", U32),
         ("n_embd", U32),
-        ("halves", U32),
         ("gate", Ptr),
         ("abandoned", Ptr),
         ("late", Ptr),
@@ -207,7 +205,7 @@ class Api(ct.Structure):
         ),
         ("attend", _function(Ptr, ct.POINTER(Attention))),
         ("mask", _function(Ptr, Ptr, U32, U32, F32, Ptr)),
-        ("allocate_host", _function(Ptr, U64, U32, ct.POINTER(Ptr), ct.POINTER(Ptr))),
+        ("allocate_host", _function(Ptr, U64, ct.POINTER(Ptr), ct.POINTER(Ptr))),
         ("release_host", _function(Ptr, Ptr)),
         ("query", _function(Ptr, ct.POINTER(U32))),
         ("waits", _function(Ptr, ct.POINTER(U32), ct.POINTER(U32))),

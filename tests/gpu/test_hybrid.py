@@ -4,6 +4,11 @@ Small float32 files: neither side rounds weights or activations, so logits near 
 float32 sums alone (ROUNDING, as on the CPU: eps x sqrt(n) x depth), in steps of any size. Other types: steps of up
 to 16 tokens are sums of the same float32 products in another order on either side (FEW_TOKENS, as for a whole GPU);
 larger ones round the device's activations and weights to float16 (MANY_TOKENS).
+
+What the sides hand each other are integers of 16 bits with a power of two for six of them (HANDED). The largest of six
+normal numbers is about 1.6 sigma, the power of two above it 2.2, a step 2^-15 of that, its error step / sqrt(12), 2e-5
+sigma. A layer hands x over, which counts in gate and up, and the share: sqrt(3) of those, three layers sqrt(3) again:
+6e-5 of logits near 1, and 4 of these are the largest of ten thousand: 2.4e-4. Twice that is allowed.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from gpu.hybrid import (
 )
 from gpu.models import Synth
 from gpu.test_model import FEW_TOKENS, MANY_TOKENS, NEXT, steps
+from parity import synthetic
 from parity.closeness import relative_l2
 from parity.reference import Reference
 from parity.steps import run_chunks
@@ -41,6 +47,7 @@ from powerinfer_toolkit.runtime.plan.plan import Placement, Plan, UnitKind
 pytestmark = pytest.mark.usefixtures("device_library")
 
 ROUNDING = 2e-5
+HANDED = 5e-4
 N = SMALL.n_ff
 Ranges = tuple[Range, ...]
 # Of three layers of 160 neurons.
@@ -88,7 +95,9 @@ def test_exact(path: Path, plain: tuple[np.ndarray, np.ndarray], name: str) -> N
     with opened(path, options("exact"), SPLITS[name]) as model:
         parts = [run_chunks(model, tokens[:20], 20), run_chunks(model, tokens[20:22], 1)]
         parts.append(run_chunks(model, tokens[22:], 5))
-        np.testing.assert_allclose(np.concatenate(parts), want, atol=ROUNDING)
+        handed = any(pull < N for _, pull in SPLITS[name] if pull >= 0)
+        atol = HANDED if handed else ROUNDING
+        np.testing.assert_allclose(np.concatenate(parts), want, atol=atol)
 
 
 def test_predictors_of_any_rank(tmp_path: Path) -> None:
@@ -100,7 +109,7 @@ def test_predictors_of_any_rank(tmp_path: Path) -> None:
             for size in (1, 16):
                 model.forget()
                 found = run_chunks(model, tokens, size)
-                np.testing.assert_allclose(found, want, atol=ROUNDING)
+                np.testing.assert_allclose(found, want, atol=HANDED)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +136,7 @@ def test_predicted(
             part = slice(begin, begin + size)
             model.engine.run(Batch(tokens[part], ffn_rules=rules[part], want_logits=True))
             got.append(model.engine.logits())
-        np.testing.assert_allclose(np.concatenate(got), want, atol=ROUNDING)
+        np.testing.assert_allclose(np.concatenate(got), want, atol=HANDED)
 
 
 @pytest.mark.parametrize("size", [1, 16])
@@ -162,7 +171,7 @@ def test_exact_layers_of_the_file(tmp_path: Path) -> None:
     mask = np.arange(12) > 0
     tokens, want = clear_text(path, mask)
     with opened(path, options("predicted"), SPLITS["half"]) as model:
-        np.testing.assert_allclose(run_chunks(model, tokens, 4), want, atol=ROUNDING)
+        np.testing.assert_allclose(run_chunks(model, tokens, 4), want, atol=HANDED)
 
 
 def test_predicted_in_split_layers_only(tmp_path: Path) -> None:
@@ -173,7 +182,7 @@ def test_predicted_in_split_layers_only(tmp_path: Path) -> None:
     path = small_file(tmp_path / "untold.gguf")
     ranges = SPLITS["three kinds of layers"]
     with opened(path, options("predicted"), ranges, predict_split_only=True) as model:
-        np.testing.assert_allclose(run_chunks(model, tokens, 4), want, atol=ROUNDING)
+        np.testing.assert_allclose(run_chunks(model, tokens, 4), want, atol=HANDED)
 
 
 def test_masks_of_a_whole_prompt(path: Path) -> None:
@@ -181,7 +190,7 @@ def test_masks_of_a_whole_prompt(path: Path) -> None:
     tokens, want = clear_text(path, np.ones(20, dtype=bool))
     asked = options("predicted", predict_all=True)
     with opened(path, asked, SPLITS["pulled"]) as model:
-        np.testing.assert_allclose(run_chunks(model, tokens, 20), want, atol=ROUNDING)
+        np.testing.assert_allclose(run_chunks(model, tokens, 20), want, atol=HANDED)
 
 
 @pytest.mark.parametrize("name", ["nothing on the GPU", "half", "pulled", "three kinds of layers"])
@@ -192,7 +201,7 @@ def test_a_plain_layout(dense_path: Path, name: str) -> None:
     with opened(dense_path, options(), SPLITS[name]) as model:
         parts = [run_chunks(model, tokens[:20], 20), run_chunks(model, tokens[20:22], 1)]
         parts.append(run_chunks(model, tokens[22:], 4))
-        np.testing.assert_allclose(np.concatenate(parts), want, atol=ROUNDING)
+        np.testing.assert_allclose(np.concatenate(parts), want, atol=HANDED)
 
 
 def test_sequences(path: Path, plain: tuple[np.ndarray, np.ndarray]) -> None:
@@ -205,13 +214,26 @@ def test_sequences(path: Path, plain: tuple[np.ndarray, np.ndarray]) -> None:
         engine.kv_copy(0, 1)
         engine.kv_load(2, engine.kv_save(0))
         engine.run(Batch(tokens[[20, 20, 20]], sequences=[0, 1, 2], want_logits=True))
-        np.testing.assert_allclose(engine.logits(), want[[20, 20, 20]], atol=ROUNDING)
+        np.testing.assert_allclose(engine.logits(), want[[20, 20, 20]], atol=HANDED)
         engine.kv_truncate(1, 10)
         np.testing.assert_allclose(
-            run_chunks(model, tokens[10:13], 1, sequence=1), want[10:13], atol=ROUNDING
+            run_chunks(model, tokens[10:13], 1, sequence=1), want[10:13], atol=HANDED
         )
         cpu.engine.kv_load(0, engine.kv_save(0))
-        np.testing.assert_allclose(run_chunks(cpu, tokens[21:24], 1), want[21:24], atol=ROUNDING)
+        np.testing.assert_allclose(run_chunks(cpu, tokens[21:24], 1), want[21:24], atol=HANDED)
+
+
+def test_shares_that_float16_does_not_hold(tmp_path: Path) -> None:
+    """A layer whose FFN is a million times the others' hands over as exactly as they do."""
+    weights = synthetic.random_weights(SMALL, seed=0)
+    weights["blk.1.ffn_down_t.weight"] *= 1e6
+    path = synthetic.write_gguf(
+        tmp_path / "large.gguf", SMALL, weights, keys={"powerinfer.activation": "relu"}
+    )
+    tokens = np.random.default_rng(4).integers(3, SMALL.n_vocab, 8)
+    want = Reference.load(path).logits(tokens.tolist())
+    with opened(path, options("exact"), SPLITS["half"]) as model:
+        np.testing.assert_allclose(run_chunks(model, tokens, 1), want, atol=HANDED)
 
 
 @pytest.mark.parametrize("ffn", ["exact", "predicted"])
@@ -323,7 +345,7 @@ def test_columns_are_cut_between_blocks(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neuron 64, not at a multiple of 256"):
         opened(path, options(), ((64, 64), (64, 64)))
     with opened(path, options(), ((256, 512), (0, 256))) as model:
-        np.testing.assert_allclose(run_chunks(model, [5, 6], 1), want, atol=ROUNDING)
+        np.testing.assert_allclose(run_chunks(model, [5, 6], 1), want, atol=HANDED)
 
 
 def resident_bytes(path: Path) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from gpu.hybrid import CPU_LAYER, SMALL, Range, opened, options, small_file
 from gpu.test_handover import asking
-from gpu.test_hybrid import ROUNDING
+from gpu.test_hybrid import HANDED
 from powerinfer_toolkit.errors import PiError
 from powerinfer_toolkit.runtime.engine import Batch
 from powerinfer_toolkit.runtime.model import Model
@@ -82,12 +82,8 @@ def load(path: Path, seed: int, n_steps: int = N_STEPS) -> None:
             assert [hybrid.engine.kv_length(i) for i in range(SEQUENCES)] == lengths
             for model in (cpu, hybrid):
                 model.engine.run(batch)
-            np.testing.assert_allclose(
-                hybrid.engine.logits(), cpu.engine.logits(), atol=2 * ROUNDING
-            )
-            np.testing.assert_allclose(
-                hybrid.engine.logprobs(), cpu.engine.logprobs(), atol=2 * ROUNDING
-            )
+            for of in (lambda engine: engine.logits(), lambda engine: engine.logprobs()):
+                np.testing.assert_allclose(of(hybrid.engine), of(cpu.engine), atol=HANDED)
             sequence = int(rng.integers(SEQUENCES))
             length = int(rng.integers(0, cpu.engine.kv_length(sequence) + 1))
             for model in (cpu, hybrid):

@@ -10,40 +10,61 @@ namespace pi_cuda {
 namespace {
 
 constexpr unsigned packet_threads = 128; // of a block, a packet each: on many processors, since all wait
-constexpr uint32_t packet_words = 3;
+constexpr uint32_t packet_words = PI_GPU_PACKET_WORDS, packet_elements = PI_GPU_PACKET_ELEMENTS;
 constexpr uint32_t polls_between_checks = 64; // a poll is an exchange over the bus, about 1 us
 
-__device__ uint32_t halves_of(const float *x) {
-    const __half2 both = __floats2half2_rn(x[0], x[1]);
-    return *reinterpret_cast<const uint32_t *>(&both);
+__device__ uint32_t larger(uint32_t a, uint32_t b) {
+    return a > b ? a : b;
+}
+
+// See pi_gpu_packet.
+__device__ uint4 pack(const float (&x)[packet_elements], uint32_t value) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < packet_elements; ++i)
+        largest = larger(largest, __float_as_uint(x[i]) & 0x7fffffffu);
+    const uint32_t exponent = largest >> 23, step = exponent == 255 ? 255 : larger(exponent, 15u) - 14;
+    const float inverse = __uint_as_float(step == 255 ? 0 : (254 - step) << 23);
+    uint32_t word[packet_words] = {};
+#pragma unroll
+    for (uint32_t i = 0; i < packet_elements; ++i) {
+        const float rounded = x[i] * inverse + 12582912.0f; // 1.5 x 2^23: the integer is in the lowest bits
+        const int32_t integer = static_cast<int32_t>(__float_as_uint(rounded) - 0x4b400000u);
+        word[i / 2] |= (static_cast<uint32_t>(integer > 32767 ? 32767 : integer) & 0xffffu) << (16 * (i % 2));
+    }
+    return {word[0], word[1], word[2], value << 8 | step};
+}
+
+__device__ float element(const uint4 &packet, uint32_t i) {
+    const uint32_t words[packet_words] = {packet.x, packet.y, packet.z};
+    const auto integer = static_cast<int16_t>(words[i / 2] >> (16 * (i % 2)));
+    return static_cast<float>(integer) * __uint_as_float((packet.w & 255u) << 23);
 }
 
 // Block (packets of a token, token): a thread a packet, of x or, after those, of the mask.
 __global__ void __launch_bounds__(packet_threads) post_kernel(const __grid_constant__ pi_gpu_post work) {
     const uint32_t packet = blockIdx.x * packet_threads + threadIdx.x, token = blockIdx.y;
-    const uint32_t x_words = work.halves != 0 ? work.n_embd / 2 : work.n_embd;
-    const uint32_t x_packets = (x_words + packet_words - 1) / packet_words;
-    const bool is_x = packet < x_packets;
-    const uint32_t first = packet_words * (is_x ? packet : packet - x_packets);
-    const uint32_t n_words = is_x ? x_words : work.mask_words;
+    const uint32_t x_packets = (work.n_embd + packet_elements - 1) / packet_elements;
     if (work.stamp != nullptr && packet == 0 && token == 0)
         *work.stamp = global_time_ns();
-    if (first >= n_words)
-        return;
-    const float *x = work.x + uint64_t{token} * work.n_embd;
-    const uint32_t *mask = work.mask + uint64_t{token} * work.mask_stride;
-    uint32_t word[packet_words] = {};
+    const uint32_t value = *work.base + work.order;
+    pi_gpu_packet *out = work.out + uint64_t{token} * work.out_stride + packet;
+    if (packet < x_packets) {
+        const float *x = work.x + uint64_t{token} * work.n_embd;
+        float elements[packet_elements];
 #pragma unroll
-    for (uint32_t i = 0; i < packet_words; ++i) {
-        if (first + i >= n_words)
-            continue;
-        if (!is_x)
-            word[i] = mask[first + i];
-        else
-            word[i] = work.halves != 0 ? halves_of(x + 2 * (first + i)) : __float_as_uint(x[first + i]);
+        for (uint32_t i = 0; i < packet_elements; ++i) {
+            const uint32_t at = packet_elements * packet + i;
+            elements[i] = at < work.n_embd ? x[at] : 0.0f;
+        }
+        return store_whole(out, pack(elements, value));
     }
-    const uint4 whole = {word[0], word[1], word[2], *work.base + work.order};
-    store_whole(work.out + uint64_t{token} * work.out_stride + packet, whole);
+    const uint32_t first = packet_words * (packet - x_packets);
+    if (first >= work.mask_words)
+        return;
+    const uint32_t *mask = work.mask + uint64_t{token} * work.mask_stride + first;
+    const uint32_t n = work.mask_words - first;
+    store_whole(out, {mask[0], n > 1 ? mask[1] : 0, n > 2 ? mask[2] : 0, value << 8});
 }
 
 // Whether there is still something to wait for. The first to give up says so to all others.
@@ -63,10 +84,10 @@ __device__ bool may_come(const pi_gpu_merge &work, uint32_t value, uint64_t begi
 __device__ bool await_packet(const pi_gpu_merge &work, const pi_gpu_packet *at, uint4 &packet) {
     const uint32_t value = *work.base + work.order;
     packet = load_whole(at);
-    if (packet.w == value)
+    if (packet.w >> 8 == value)
         return true;
     const uint64_t begin = global_time_ns();
-    for (uint32_t polls = 1; packet.w != value; ++polls) {
+    for (uint32_t polls = 1; packet.w >> 8 != value; ++polls) {
         if (polls % polls_between_checks == 0 && !may_come(work, value, begin))
             return false;
         be_patient();
@@ -85,25 +106,16 @@ __device__ float shares_of(const pi_gpu_merge &work, uint64_t i) {
     return sum;
 }
 
-__device__ float element(const uint4 &packet, uint32_t i, bool halves) {
-    const uint32_t words[packet_words] = {packet.x, packet.y, packet.z};
-    if (!halves)
-        return __uint_as_float(words[i]);
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(words[i / 2] >> (16 * (i % 2)))));
-}
-
 // Block (packets of a token, token): a thread the elements of a packet, whether or not there is an answer.
-template <bool halves>
 __global__ void __launch_bounds__(packet_threads) merge_kernel(const __grid_constant__ pi_gpu_merge work) {
-    constexpr uint32_t n_each = halves ? 2 * packet_words : packet_words;
     const uint32_t packet = blockIdx.x * packet_threads + threadIdx.x, token = blockIdx.y;
-    const uint32_t first = n_each * packet;
+    const uint32_t first = packet_elements * packet;
     if (first < work.n_embd) {
-        const uint32_t n = min(n_each, work.n_embd - first);
+        const uint32_t n = min(packet_elements, work.n_embd - first);
         const uint64_t at = uint64_t{token} * work.n_embd + first;
-        float sum[n_each], y[n_each]; // there before the answer is
+        float sum[packet_elements], y[packet_elements]; // there before the answer is
 #pragma unroll
-        for (uint32_t i = 0; i < n_each; ++i) {
+        for (uint32_t i = 0; i < packet_elements; ++i) {
             y[i] = i < n ? work.y[at + i] : 0.0f;
             sum[i] = i < n ? shares_of(work, at + i) : 0.0f;
         }
@@ -112,10 +124,9 @@ __global__ void __launch_bounds__(packet_threads) merge_kernel(const __grid_cons
             !await_packet(work, work.answer + token * work.answer_stride + packet, answer))
             return;
 #pragma unroll
-        for (uint32_t i = 0; i < n_each; ++i) {
+        for (uint32_t i = 0; i < packet_elements; ++i) {
             if (i < n)
-                work.y[at + i] =
-                    y[i] + (work.answer == nullptr ? sum[i] : sum[i] + element(answer, i, halves));
+                work.y[at + i] = y[i] + (work.answer == nullptr ? sum[i] : sum[i] + element(answer, i));
         }
     }
     if (work.stamp != nullptr && packet == 0 && token == 0)
@@ -129,16 +140,13 @@ __global__ void stamp_kernel(uint64_t *at) {
 
 } // namespace
 
-int32_t allocate_host(pi_gpu *gpu, uint64_t n_bytes, uint32_t combined, void **host, void **device) {
+int32_t allocate_host(pi_gpu *gpu, uint64_t n_bytes, void **host, void **device) {
     return operate(gpu, [&](pi_gpu &) {
         *host = *device = nullptr;
         if (n_bytes == 0)
             return; // where nothing is, nothing can be mapped
         void *data = nullptr;
-        unsigned how = cudaHostAllocMapped;
-        if (combined != 0)
-            how |= cudaHostAllocWriteCombined;
-        check(cudaHostAlloc(&data, n_bytes, how), "pinning host memory");
+        check(cudaHostAlloc(&data, n_bytes, cudaHostAllocMapped), "pinning host memory");
         const cudaError_t mapped = cudaHostGetDevicePointer(device, data, 0);
         if (mapped != cudaSuccess)
             cudaFreeHost(data);
@@ -176,8 +184,8 @@ int32_t waits(pi_gpu *gpu, uint32_t *spin, uint32_t *gate) {
 
 int32_t post(pi_gpu *gpu, const pi_gpu_post *work) {
     return operate(gpu, [&](pi_gpu &device) {
-        const unsigned packets = ceil_div(work->halves != 0 ? work->n_embd / 2 : work->n_embd, packet_words) +
-                                 ceil_div(work->mask_words, packet_words);
+        const unsigned packets =
+            ceil_div(work->n_embd, packet_elements) + ceil_div(work->mask_words, packet_words);
         launch("posting to the CPU", device, post_kernel,
                dim3(ceil_div(packets, packet_threads), work->n_tokens), packet_threads, 0, *work);
     });
@@ -185,13 +193,10 @@ int32_t post(pi_gpu *gpu, const pi_gpu_post *work) {
 
 int32_t merge(pi_gpu *gpu, const pi_gpu_merge *work) {
     return operate(gpu, [&](pi_gpu &device) {
-        const bool halves = work->halves != 0;
-        const dim3 grid(ceil_div(work->n_embd, (halves ? 2 : 1) * packet_words * packet_threads),
-                        work->n_tokens);
+        const dim3 grid(ceil_div(work->n_embd, packet_elements * packet_threads), work->n_tokens);
         if (work->gate != nullptr)
             wait_for_value(device.stream, work->gate, 1);
-        launch("merging shares", device, halves ? merge_kernel<true> : merge_kernel<false>, grid,
-               packet_threads, 0, *work);
+        launch("merging shares", device, merge_kernel, grid, packet_threads, 0, *work);
     });
 }
 

@@ -46,7 +46,7 @@ int32_t place_heads(pi_gpu *, const pi_gpu_kv *, const pi_gpu_step *, const pi_g
                     const float *k, const float *v);
 int32_t attend(pi_gpu *, const pi_gpu_attention *);
 int32_t mask(pi_gpu *, const float *logits, uint32_t n_tokens, uint32_t n, float threshold, uint32_t *words);
-int32_t allocate_host(pi_gpu *, uint64_t n_bytes, uint32_t combined, void **host, void **device);
+int32_t allocate_host(pi_gpu *, uint64_t n_bytes, void **host, void **device);
 int32_t release_host(pi_gpu *, void *host);
 int32_t query(pi_gpu *, uint32_t *busy);
 int32_t waits(pi_gpu *, uint32_t *spin, uint32_t *gate);

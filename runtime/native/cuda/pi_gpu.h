@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define PI_GPU_ABI 3u
+#define PI_GPU_ABI 4u
 #define PI_GPU_ENTRY "pi_gpu_api_get"
 #define PI_GPU_MAX_PRODUCTS 4
 
@@ -119,12 +119,20 @@ typedef struct pi_gpu_attention {
     uint32_t n_tiles;
 } pi_gpu_attention;
 
+#define PI_GPU_PACKET_WORDS 3u
+#define PI_GPU_PACKET_ELEMENTS 6u
+#define PI_GPU_MAX_VALUE 0xffffffu
+
 /* What two sides hand each other through host memory. A packet is written and read as one access of 16 bytes,
  * at a multiple of 16: its words are there when its value is that of the exchange. Nothing else says so, and
- * no fence is needed. Elements lie one after the other in words, of a token from a packet of its own on. */
+ * no fence is needed. It holds three words of a mask, or six elements as integers of 16 bits times a power of
+ * two of their own: 2^(step - 127), by which the largest of them takes 15 bits and a sign. What does not fit
+ * by rounding up becomes 32767. So an element is off by at most 2^-14 of the largest of its six, whatever its
+ * size; six of which one is not finite are handed over as six that are not (step 255). Of a token they lie
+ * one after the other, from a packet of its own on. */
 typedef struct pi_gpu_packet {
-    uint32_t word[3];
-    uint32_t value; /* 0: none yet */
+    uint32_t word[PI_GPU_PACKET_WORDS]; /* element i: bits [16 (i % 2), +16) of word[i / 2] */
+    uint32_t tag;                       /* value << 8 | step; value 0: none yet; step 0: words of a mask */
 } pi_gpu_packet;
 
 /* What a split layer hands to the CPU: packets whose value is *base + order. */
@@ -132,8 +140,7 @@ typedef struct pi_gpu_post {
     const uint32_t *base;
     uint32_t order;
     uint32_t n_tokens;
-    uint32_t n_embd;      /* a multiple of 4 */
-    uint32_t halves;      /* 1: x is handed over as float16, two elements a word */
+    uint32_t n_embd;
     const float *x;       /* [n_tokens, n_embd] */
     const uint32_t *mask; /* [n_tokens, mask_stride] words from the CPU's first neuron on */
     uint32_t mask_words;  /* of a token that are handed over; 0: none */
@@ -152,7 +159,6 @@ typedef struct pi_gpu_merge {
     uint32_t order;
     uint32_t n_tokens;
     uint32_t n_embd;
-    uint32_t halves;      /* 1: the answer is float16, two elements a word */
     const uint32_t *gate; /* before all that, the stream waits until it is not 0; or NULL */
     const uint32_t *abandoned;
     uint32_t *late;
@@ -254,9 +260,8 @@ typedef struct pi_gpu_api {
                     uint32_t *words);
 
     /* ---- layers that the CPU computes a share of ---- */
-    /* Pinned host memory, and its address for operations. Not of the budget. combined: what the host writes
-     * goes past its caches, and it reads slowly. */
-    int32_t (*allocate_host)(pi_gpu *, uint64_t n_bytes, uint32_t combined, void **host, void **device);
+    /* Pinned host memory, and its address for operations. Not of the budget. */
+    int32_t (*allocate_host)(pi_gpu *, uint64_t n_bytes, void **host, void **device);
     int32_t (*release_host)(pi_gpu *, void *host);
     /* Lets queued work begin; *busy: whether some of it is not done. Reports failures as synchronize() does.
      */

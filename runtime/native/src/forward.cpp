@@ -259,14 +259,18 @@ void Forward::split_ffn(Side &side, const Pass &pass, uint32_t layer, Answers an
 
 void Forward::cold_ffn(const Pass &pass, uint32_t layer) const {
     FfnArgs args = ffn_args(*sides.cpu, pass, layer);
-    const Posted posted = sides.hand_over->await(args, layer, pass.check_interrupted);
+    const OnThreads on_threads = [&](const auto &task) {
+        sides.cpu->ops.on_threads(sides.cpu->stream, task);
+    };
+    const Posted posted = sides.hand_over->await(args, layer, on_threads, pass.check_interrupted);
     args.neuron_begin = sides.placement.layers[layer].n_pull;
     args.normed = posted.normed;
     args.mask = posted.mask;
     args.mask_stride = posted.mask_stride;
     args.out = posted.out;
+    args.deliver = posted.deliver;
     sides.cpu->ops.ffn(sides.cpu->stream, args);
-    sides.hand_over->answer(layer, args.n_tokens);
+    sides.hand_over->finish_answer(layer);
 }
 
 void Forward::require_answered() const {

@@ -5,6 +5,7 @@
 #include "step.h"
 #include "weights.h"
 
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -53,6 +54,11 @@ struct FfnCounts {
     uint64_t active = 0;  // whose up and down rows mattered
 };
 
+// Columns [begin, end) of a token's output are there; every column once, from any thread. begin is a multiple
+// of delivered_columns.
+using DeliverColumns = std::function<void(uint32_t token, uint32_t begin, uint32_t end)>;
+constexpr uint32_t delivered_columns = 48; // three cache lines: no two threads write one
+
 // Neurons [neuron_begin, neuron_end) of a layer's FFN: out = their share of the block's output.
 struct FfnArgs {
     const ModelConfig *config;
@@ -68,10 +74,11 @@ struct FfnArgs {
     const float *residual;     // [n_tokens, n_embd] the predictor's input: the stream before ffn_norm
     const uint64_t *mask; // [n_tokens, mask_stride] bit i: neuron_begin + i is let through; null: predict
     uint64_t mask_stride;
-    float *out;        // [n_tokens, n_embd]
-    float *add_to;     // [n_tokens, n_embd] gets the share added, and out is scratch; or null
-    FfnCounts *counts; // added to
-    uint64_t *fired;   // token's first word of the record of neurons with an activation other than 0, or null
+    float *out;                    // [n_tokens, n_embd]
+    float *add_to;                 // [n_tokens, n_embd] gets the share added, and out is scratch; or null
+    const DeliverColumns *deliver; // what is told of out; or null
+    FfnCounts *counts;             // added to
+    uint64_t *fired; // token's first word of the record of neurons with an activation other than 0, or null
     uint64_t fired_stride; // words from one token to the next
 };
 
@@ -145,6 +152,8 @@ struct Ops {
 
     // The CPU's shares of split layers come next, or no more; null: not this backend's.
     void (*expect_shares)(Stream &, bool);
+    // task(part, n_parts) on every one of n_parts threads; must not throw. null: not this backend's.
+    void (*on_threads)(Stream &, const std::function<void(uint32_t part, uint32_t n_parts)> &task);
 
     // Layers are timed from the next step on, or not (0).
     void (*time_layers)(Stream &, uint32_t n_layers);

@@ -22,7 +22,8 @@ class DownSum {
           rows_(matrix_.rows(args.neuron_begin, args.neuron_end)), n_tokens_(n_tokens), fired_(fired),
           n_embd_(rows_.n_cols), n_parts_(count_parts()) {}
 
-    void run(float *out) {
+    void run(const FfnArgs &args, uint32_t token_begin) {
+        float *out = args.out + uint64_t{token_begin} * args.config->n_embd;
         partials_ = n_parts_ == 1
                         ? out
                         : stream_.partials.floats(static_cast<uint64_t>(n_parts_ * n_tokens_ * n_embd_));
@@ -32,8 +33,14 @@ class DownSum {
             const int64_t begin = item % n_splits * width;
             sum_part(item / n_splits, begin, std::min(width, n_embd_ - begin));
         });
-        if (n_parts_ > 1)
-            stream_.pool.run(n_tokens_, [&](int64_t token, uint32_t) { add_parts(token, out); });
+        if (n_parts_ == 1)
+            return deliver(stream_, args, token_begin, static_cast<uint32_t>(n_tokens_));
+        for_columns(stream_, static_cast<uint32_t>(n_tokens_), static_cast<uint32_t>(n_embd_),
+                    [&](uint32_t token, uint32_t begin, uint32_t n) {
+                        add_parts(token, begin, n, out + token * n_embd_ + begin);
+                        if (args.deliver != nullptr)
+                            (*args.deliver)(token_begin + token, begin, begin + n);
+                    });
     }
 
   private:
@@ -99,11 +106,10 @@ class DownSum {
         return last;
     }
 
-    void add_parts(int64_t token, float *out) const {
-        float *sum = out + token * n_embd_;
-        std::copy_n(partial(token, 0), n_embd_, sum);
+    void add_parts(int64_t token, int64_t begin, int64_t n, float *sum) const {
+        std::copy_n(partial(token, 0) + begin, n, sum);
         for (int64_t part = 1; part < n_parts_; ++part)
-            stream_.kernels.add(partial(token, part), n_embd_, sum);
+            stream_.kernels.add(partial(token, part) + begin, n, sum);
     }
 
     CpuStream &stream_;
@@ -120,7 +126,7 @@ class DownSum {
 
 void accumulate_down(CpuStream &stream, const FfnArgs &args, uint32_t token_begin, uint32_t n_tokens,
                      const Fired &fired) {
-    DownSum(stream, args, n_tokens, fired).run(args.out + uint64_t{token_begin} * args.config->n_embd);
+    DownSum(stream, args, n_tokens, fired).run(args, token_begin);
 }
 
 } // namespace pi

@@ -94,13 +94,12 @@ void run_dense(CpuStream &stream, const FfnArgs &args, uint32_t token_begin, uin
         const Matrix columns = layer.down.columns(args.neuron_begin, args.neuron_end);
         const Product down = whole(columns, nullptr, out);
         cpu_matmul(stream, {&down, 1}, gate, positions, n_tokens);
-        return;
-    }
-    if (sums_rows(stream, *layer.down_t.type, n_fired, static_cast<int64_t>(n_neurons), n_tokens)) {
-        sum_active_rows(stream, args, token_begin, n_tokens, gate);
+    } else if (sums_rows(stream, *layer.down_t.type, n_fired, static_cast<int64_t>(n_neurons), n_tokens)) {
+        return sum_active_rows(stream, args, token_begin, n_tokens, gate);
     } else {
         matmul_transposed(stream, layer.down_t, args.neuron_begin, args.neuron_end, gate, n_tokens, out);
     }
+    deliver(stream, args, token_begin, n_tokens);
 }
 
 } // namespace
@@ -117,6 +116,14 @@ void record_fired(const FfnArgs &args, uint32_t token, const int32_t *index, con
         const auto neuron = args.neuron_begin + static_cast<uint64_t>(index == nullptr ? i : index[i]);
         bytes[neuron / 8] = static_cast<uint8_t>(bytes[neuron / 8] | 1u << (neuron % 8));
     }
+}
+
+void deliver(CpuStream &stream, const FfnArgs &args, uint32_t token_begin, uint32_t n_tokens) {
+    if (args.deliver == nullptr)
+        return;
+    for_columns(stream, n_tokens, args.config->n_embd, [&](uint32_t token, uint32_t begin, uint32_t n) {
+        (*args.deliver)(token_begin + token, begin, begin + n);
+    });
 }
 
 void cpu_ffn(CpuStream &stream, const FfnArgs &args) {

@@ -171,6 +171,11 @@ void expect_shares(CpuStream &stream, bool on) {
     stream.pool.stay_awake(on);
 }
 
+void on_threads(CpuStream &stream, const std::function<void(uint32_t part, uint32_t n_parts)> &task) {
+    const uint32_t n_parts = stream.pool.n_threads();
+    stream.pool.run(n_parts, [&](int64_t part, uint32_t) { task(static_cast<uint32_t>(part), n_parts); });
+}
+
 void time_layers(CpuStream &stream, uint32_t n_layers) {
     stream.all_stamps.assign(n_layers, {});
     stream.stamps = n_layers == 0 ? nullptr : stream.all_stamps.data();
@@ -217,6 +222,7 @@ constexpr Ops cpu_ops = {
     .log_probabilities = Entry<log_probabilities>::call,
     .synchronize = Entry<synchronize>::call,
     .expect_shares = Entry<expect_shares>::call,
+    .on_threads = Entry<on_threads>::call,
     .time_layers = Entry<time_layers>::call,
     .mark = Entry<mark>::call,
 };

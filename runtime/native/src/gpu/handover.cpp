@@ -15,6 +15,10 @@ constexpr std::chrono::seconds limit{5}, limit_of_many{60};
 constexpr uint32_t few_tokens = 16;
 constexpr std::chrono::milliseconds between_checks{20};
 constexpr int polls_between_clocks = 256;
+// Packets of a post come within microseconds of each other; a thread that waits longer leaves it to the
+// caller.
+constexpr int polls_of_part = 4096;
+constexpr uint32_t part_packets = delivered_columns / PI_GPU_PACKET_ELEMENTS; // parts are made of these
 
 uint64_t nanoseconds(std::chrono::steady_clock::duration time) {
     return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(time).count());
@@ -75,13 +79,13 @@ HandOver::HandOver(GpuStream &stream, const ModelConfig &config, const GpuPlacem
     }
     const uint64_t n = uint64_t{plan.max_batch_tokens} * config.n_embd;
     mask_stride_ = (most_cold + 63) / 64;
-    post_stride_ = packets_for(config.n_embd) + packets_for((most_cold + 31) / 32);
-    answer_stride_ = packets_for(config.n_embd);
+    x_packets_ = packets_for_elements(config.n_embd);
+    post_stride_ = x_packets_ + packets_for_words(static_cast<uint32_t>((most_cold + 31) / 32));
     control_ = share<Control>(1);
     *control_.host = {};
     gates_ = share<uint32_t>(n_exchanges_ + 1);
     posted_ = share<pi_gpu_packet>(plan.max_batch_tokens * post_stride_);
-    answer_ = share<pi_gpu_packet>(plan.max_batch_tokens * answer_stride_);
+    answer_ = share<pi_gpu_packet>(uint64_t{plan.max_batch_tokens} * x_packets_);
     forget_packets();
     normed_.resize(n);
     out_.resize(n);
@@ -105,7 +109,7 @@ void HandOver::forget_packets() {
 
 void HandOver::begin_step() {
     base_ += n_exchanges_;
-    if (base_ > UINT32_MAX - n_exchanges_)
+    if (base_ > PI_GPU_MAX_VALUE - n_exchanges_)
         forget_packets(); // of steps long ago
     write(control_.host->abandoned.value, 0u);
     write(control_.host->late.value, 0u);
@@ -154,7 +158,7 @@ void HandOver::queue_post(const FfnArgs &args, uint32_t layer) {
     post.n_embd = config_.n_embd;
     post.x = args.normed;
     post.mask = stream_.ffn.mask + layers_[layer].n_pull / 32;
-    post.mask_words = any_masked(args) ? static_cast<uint32_t>(mask_words(layer)) : 0;
+    post.mask_words = any_masked(args) ? mask_words(layer) : 0;
     post.mask_stride = (config_.n_ff + 31) / 32;
     post.out = posted_.device;
     post.out_stride = static_cast<uint32_t>(post_stride_);
@@ -178,7 +182,7 @@ void HandOver::queue_merge(const FfnArgs &args, uint32_t layer, float *residual)
     merge.share[0] = placed.n_hot > 0 ? args.out : nullptr;
     merge.share[1] = placed.n_pull > placed.n_hot ? pulled_ : nullptr;
     merge.answer = order_[layer] != 0 ? answer_.device : nullptr;
-    merge.answer_stride = answer_stride_;
+    merge.answer_stride = x_packets_;
     merge.y = residual;
     merge.stamp = stream_.stamps == nullptr ? nullptr : &stream_.device_stamps[layer].end;
     stream_.device.call(&pi_gpu_api::merge, static_cast<const pi_gpu_merge *>(&merge));
@@ -223,30 +227,67 @@ void HandOver::fail_silent(uint32_t layer, std::chrono::seconds waited) {
                                 std::to_string(waited.count()) + " s");
 }
 
-Posted HandOver::await(const FfnArgs &args, uint32_t layer, const std::function<void()> &check_interrupted) {
-    const uint32_t value = value_of(layer);
-    const Clock::time_point begin = Clock::now();
-    Waiting wait(*this, layer, args.n_tokens, check_interrupted);
+template <typename Wait>
+bool HandOver::take(const FfnArgs &args, uint32_t layer, uint32_t part, uint32_t n_parts, Wait &&wait) {
+    const uint32_t value = value_of(layer), n_embd = config_.n_embd;
+    const uint32_t n_words = any_masked(args) ? mask_words(layer) : 0;
+    const auto part_begin = [&](uint32_t i, uint32_t n_packets) {
+        const uint64_t n_units = (n_packets + part_packets - 1) / part_packets;
+        return std::min(static_cast<uint32_t>(n_units * i / n_parts) * part_packets, n_packets);
+    };
+    const uint32_t x_begin = part_begin(part, x_packets_) * PI_GPU_PACKET_ELEMENTS;
+    const uint32_t x_end = std::min(part_begin(part + 1, x_packets_) * PI_GPU_PACKET_ELEMENTS, n_embd);
+    const uint32_t mask_packets = packets_for_words(n_words);
+    const uint32_t mask_begin = part_begin(part, mask_packets) * PI_GPU_PACKET_WORDS;
+    const uint32_t mask_end = std::min(part_begin(part + 1, mask_packets) * PI_GPU_PACKET_WORDS, n_words);
     for (uint32_t token = 0; token < args.n_tokens; ++token) {
-        const pi_gpu_packet *row = posted_.host + token * post_stride_;
-        take_packets(row, config_.n_embd, value,
-                     reinterpret_cast<uint32_t *>(&normed_[uint64_t{token} * config_.n_embd]), wait);
-        if (any_masked(args))
-            take_packets(row + packets_for(config_.n_embd), mask_words(layer), value,
-                         reinterpret_cast<uint32_t *>(&mask_[token * mask_stride_]), wait);
+        const pi_gpu_packet *x = posted_.host + token * post_stride_;
+        const pi_gpu_packet *mask = x + x_packets_;
+        auto *words = reinterpret_cast<uint32_t *>(&mask_[token * mask_stride_]);
+        if (!take_elements(x + x_begin / PI_GPU_PACKET_ELEMENTS, x_end - x_begin, value,
+                           &normed_[uint64_t{token} * n_embd] + x_begin, wait) ||
+            !take_words(mask + mask_begin / PI_GPU_PACKET_WORDS, mask_end - mask_begin, value,
+                        words + mask_begin, wait))
+            return false;
     }
+    return true;
+}
+
+Posted HandOver::await(const FfnArgs &args, uint32_t layer, const OnThreads &on_threads,
+                       const std::function<void()> &check_interrupted) {
+    const Clock::time_point begin = Clock::now();
+    answering_ = value_of(layer);
+    Waiting wait(*this, layer, args.n_tokens, check_interrupted);
+    WholePacket first;
+    await_packet(posted_.host, answering_, wait, first);
+    std::atomic<bool> all = true;
+    on_threads([&](uint32_t part, uint32_t n_parts) {
+        int polls = 0;
+        const auto wait_a_little = [&] {
+            if (++polls % polls_between_clocks == 0)
+                std::this_thread::yield();
+            cpu_pause();
+            return polls < polls_of_part;
+        };
+        if (!take(args, layer, part, n_parts, wait_a_little))
+            all.store(false, std::memory_order_relaxed);
+    });
+    if (!all.load(std::memory_order_relaxed))
+        take(args, layer, 0, 1, wait);
     posted_at_ = Clock::now();
     if (stream_.stamps != nullptr)
         stream_.stamps[layer].cpu_wait_ns = nanoseconds(posted_at_ - begin);
-    return {normed_.data(), mask_.data(), mask_stride_, out_.data()};
+    return {normed_.data(), mask_.data(), mask_stride_, out_.data(), &deliver_};
 }
 
-void HandOver::answer(uint32_t layer, uint32_t n_tokens) {
+void HandOver::deliver(uint32_t token, uint32_t begin, uint32_t end) {
+    give_elements(&out_[uint64_t{token} * config_.n_embd] + begin, end - begin, answering_,
+                  answer_.host + uint64_t{token} * x_packets_ + begin / PI_GPU_PACKET_ELEMENTS);
+}
+
+void HandOver::finish_answer(uint32_t layer) {
     if (stream_.stamps != nullptr)
         stream_.stamps[layer].cpu_ns = nanoseconds(Clock::now() - posted_at_);
-    for (uint32_t token = 0; token < n_tokens; ++token)
-        give_packets(reinterpret_cast<const uint32_t *>(&out_[uint64_t{token} * config_.n_embd]),
-                     config_.n_embd, value_of(layer), answer_.host + token * answer_stride_);
     write(gates_.host[order_[layer] - 1], 1u);
 }
 

@@ -21,8 +21,12 @@ struct Posted {
     const float *normed;  // [n_tokens, n_embd]
     const uint64_t *mask; // [n_tokens, mask_stride] bit i: neuron n_pull + i; of predicted tokens
     uint64_t mask_stride;
-    float *out; // [n_tokens, n_embd]
+    float *out;                    // [n_tokens, n_embd]
+    const DeliverColumns *deliver; // called for every column: answers with it
 };
+
+// The threads of the CPU: Ops::on_threads.
+using OnThreads = std::function<void(const std::function<void(uint32_t part, uint32_t n_parts)> &task)>;
 
 class HandOver {
     using Clock = std::chrono::steady_clock;
@@ -44,10 +48,13 @@ class HandOver {
     // ---- on the CPU, layer by layer
     // Before the operations of a step; the device is idle.
     void begin_step();
-    // Waits for a layer's post. `interrupted` is asked now and then. Throws Error: the device failed, posts
-    // nothing, or has given up waiting for the CPU.
-    Posted await(const FfnArgs &args, uint32_t layer, const std::function<void()> &check_interrupted);
-    void answer(uint32_t layer, uint32_t n_tokens);
+    // Waits for a layer's post, which the threads take together. `check_interrupted` is called now and then.
+    // Throws Error: the device failed, posts nothing, or has given up waiting for the CPU. What is returned
+    // stands until the next.
+    Posted await(const FfnArgs &args, uint32_t layer, const OnThreads &on_threads,
+                 const std::function<void()> &check_interrupted);
+    // All columns of the answer are delivered.
+    void finish_answer(uint32_t layer);
     // What is queued waits for no answer from here on.
     void give_up();
     // The device has posted nothing in time: waiting for it could take for ever.
@@ -82,8 +89,12 @@ class HandOver {
     uint32_t value_of(uint32_t layer) const { return base_ + order_[layer]; }
     void forget_packets();
     // Words of a token's mask over the CPU's neurons of the layer.
-    uint64_t mask_words(uint32_t layer) const { return (config_.n_ff - layers_[layer].n_pull + 31) / 32; }
+    uint32_t mask_words(uint32_t layer) const { return (config_.n_ff - layers_[layer].n_pull + 31) / 32; }
     static bool any_masked(const FfnArgs &args);
+    // A part of what is posted for the layer: the packets of x, and those of the mask. Whether all came.
+    template <typename Wait>
+    bool take(const FfnArgs &args, uint32_t layer, uint32_t part, uint32_t n_parts, Wait &&wait);
+    void deliver(uint32_t token, uint32_t begin, uint32_t end);
     class Waiting;
     void require_alive() const;
     [[noreturn]] void fail_silent(uint32_t layer, std::chrono::seconds waited);
@@ -102,12 +113,16 @@ class HandOver {
     bool silent_ = false;
     Clock::time_point posted_at_; // when the CPU saw the last post
     uint64_t mask_stride_;        // 64-bit words of a token
+    uint32_t x_packets_;          // of a token, of what is posted and of the answer
     uint64_t post_stride_;        // packets of a token: x, then the mask
-    uint64_t answer_stride_;      // packets of a token
+    uint32_t answering_ = 0;      // the value of what is delivered
+    DeliverColumns deliver_ = [this](uint32_t token, uint32_t begin, uint32_t end) {
+        deliver(token, begin, end);
+    };
     Shared<Control> control_;
     Shared<uint32_t> gates_;       // [n_exchanges] CPU: not 0: answered; where the stream waits for that
     Shared<pi_gpu_packet> posted_; // [max_tokens, post_stride]
-    Shared<pi_gpu_packet> answer_; // [max_tokens, answer_stride]
+    Shared<pi_gpu_packet> answer_; // [max_tokens, x_packets]
     std::vector<float> normed_;    // [max_tokens, n_embd]
     std::vector<float> out_;       // [max_tokens, n_embd]
     std::vector<uint64_t> mask_;   // [max_tokens, mask_stride]

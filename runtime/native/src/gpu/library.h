@@ -60,7 +60,7 @@ class GpuDevice {
         Pinned allocate(uint64_t n_bytes) {
             Pinned memory{};
             all_.reserve(all_.size() + 1);
-            device_.call(&pi_gpu_api::allocate_host, n_bytes, 0u, &memory.host, &memory.device);
+            device_.call(&pi_gpu_api::allocate_host, n_bytes, &memory.host, &memory.device);
             all_.push_back(memory.host);
             n_bytes_ += n_bytes;
             return memory;

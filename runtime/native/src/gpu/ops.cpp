@@ -234,6 +234,7 @@ constexpr Ops gpu_ops = {
     .log_probabilities = Entry<log_probabilities>::call,
     .synchronize = Entry<synchronize>::call,
     .expect_shares = nullptr,
+    .on_threads = nullptr,
     .time_layers = Entry<time_layers>::call,
     .mark = Entry<mark>::call,
 };

@@ -3,6 +3,8 @@
 
 #include "cuda/pi_gpu.h"
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -18,45 +20,89 @@ inline WholePacket load_packet(const pi_gpu_packet *at) {
 inline void store_packet(pi_gpu_packet *at, WholePacket packet) {
     *reinterpret_cast<volatile WholePacket *>(at) = packet;
 }
-
-constexpr uint64_t packet_words = 3;
-
-constexpr uint64_t packets_for(uint64_t n_words) {
-    return (n_words + packet_words - 1) / packet_words;
+inline bool has_value(WholePacket packet, uint32_t value) {
+    return packet[PI_GPU_PACKET_WORDS] >> 8 == value;
 }
 
-// Takes n_words out of packets, each as soon as it is there. wait() is called between two looks at one; where
-// it returns false nothing more is waited for. Returns whether all came.
+constexpr uint32_t packets_for_words(uint32_t n) {
+    return (n + PI_GPU_PACKET_WORDS - 1) / PI_GPU_PACKET_WORDS;
+}
+constexpr uint32_t packets_for_elements(uint32_t n) {
+    return (n + PI_GPU_PACKET_ELEMENTS - 1) / PI_GPU_PACKET_ELEMENTS;
+}
+
+inline void unpack_elements(WholePacket packet, float (&x)[PI_GPU_PACKET_ELEMENTS]) {
+    using Integers = int16_t __attribute__((vector_size(16)));
+    using Floats = float __attribute__((vector_size(32)));
+    const float unit = std::bit_cast<float>((packet[PI_GPU_PACKET_WORDS] & 255u) << 23);
+    const Floats elements = __builtin_convertvector(std::bit_cast<Integers>(packet), Floats) * unit;
+    std::memcpy(x, &elements, sizeof x);
+}
+
+inline WholePacket pack_elements(const float (&x)[PI_GPU_PACKET_ELEMENTS], uint32_t value) {
+    uint32_t largest = 0;
+    for (const float element : x)
+        largest = std::max(largest, std::bit_cast<uint32_t>(element) & 0x7fffffffu);
+    const uint32_t exponent = largest >> 23, step = exponent == 255 ? 255 : std::max(exponent, 15u) - 14;
+    const auto inverse = std::bit_cast<float>(step == 255 ? 0 : (254 - step) << 23);
+    uint32_t integers[PI_GPU_PACKET_ELEMENTS];
+    for (uint32_t i = 0; i < PI_GPU_PACKET_ELEMENTS; ++i) {
+        const float rounded = x[i] * inverse + 12582912.0f; // 1.5 x 2^23: the integer is in the lowest bits
+        const auto integer = static_cast<int32_t>(std::bit_cast<uint32_t>(rounded) - 0x4b400000u);
+        integers[i] = static_cast<uint32_t>(std::min(integer, 32767)) & 0xffffu;
+    }
+    return WholePacket{integers[0] | integers[1] << 16, integers[2] | integers[3] << 16,
+                       integers[4] | integers[5] << 16, value << 8 | step};
+}
+
+// Waits for the packet. wait() is called between two looks at it; where it returns false this does too.
 template <typename Wait>
-bool take_packets(const pi_gpu_packet *packets, uint64_t n_words, uint32_t value, uint32_t *words,
-                  Wait &&wait) {
-    for (uint64_t i = 0; i * packet_words < n_words; ++i) {
-        WholePacket packet = load_packet(packets + i);
-        while (packet[3] != value) {
-            if (!wait())
-                return false;
-            packet = load_packet(packets + i);
-        }
-        uint32_t *to = words + i * packet_words;
-        if ((i + 1) * packet_words < n_words) // the next packet's first word is written over
-            std::memcpy(to, &packet, sizeof packet);
-        else
-            std::memcpy(to, &packet, (n_words - i * packet_words) * sizeof(uint32_t));
+bool await_packet(const pi_gpu_packet *at, uint32_t value, Wait &&wait, WholePacket &packet) {
+    for (packet = load_packet(at); !has_value(packet, value); packet = load_packet(at)) {
+        if (!wait())
+            return false;
     }
     return true;
 }
 
-inline void give_packets(const uint32_t *words, uint64_t n_words, uint32_t value, pi_gpu_packet *packets) {
-    const uint64_t n_whole = n_words / packet_words, n_left = n_words % packet_words;
-    for (uint64_t i = 0; i < n_whole; ++i) {
-        const uint32_t *from = words + i * packet_words;
-        store_packet(packets + i, WholePacket{from[0], from[1], from[2], value});
+// Takes x [n] out of packets, each as soon as it is there. Returns whether all came.
+template <typename Wait>
+bool take_elements(const pi_gpu_packet *packets, uint32_t n, uint32_t value, float *x, Wait &&wait) {
+    for (uint32_t i = 0; i < n; i += PI_GPU_PACKET_ELEMENTS) {
+        WholePacket packet;
+        float elements[PI_GPU_PACKET_ELEMENTS];
+        if (!await_packet(packets++, value, wait, packet))
+            return false;
+        unpack_elements(packet, elements);
+        if (i + PI_GPU_PACKET_ELEMENTS <= n)
+            std::memcpy(x + i, elements, sizeof elements);
+        else
+            std::memcpy(x + i, elements, (n - i) * sizeof(float));
     }
-    if (n_left == 0)
-        return;
-    uint32_t last[packet_words] = {};
-    std::memcpy(last, words + n_whole * packet_words, n_left * sizeof(uint32_t));
-    store_packet(packets + n_whole, WholePacket{last[0], last[1], last[2], value});
+    return true;
+}
+
+// The same for words [n].
+template <typename Wait>
+bool take_words(const pi_gpu_packet *packets, uint32_t n, uint32_t value, uint32_t *words, Wait &&wait) {
+    for (uint32_t i = 0; i < n; i += PI_GPU_PACKET_WORDS) {
+        WholePacket packet;
+        if (!await_packet(packets++, value, wait, packet))
+            return false;
+        std::memcpy(words + i, &packet, std::min(PI_GPU_PACKET_WORDS, n - i) * sizeof(uint32_t));
+    }
+    return true;
+}
+
+inline void give_elements(const float *x, uint32_t n, uint32_t value, pi_gpu_packet *packets) {
+    for (uint32_t i = 0; i < n; i += PI_GPU_PACKET_ELEMENTS) {
+        float elements[PI_GPU_PACKET_ELEMENTS] = {};
+        if (i + PI_GPU_PACKET_ELEMENTS <= n)
+            std::memcpy(elements, x + i, sizeof elements);
+        else
+            std::memcpy(elements, x + i, (n - i) * sizeof(float));
+        store_packet(packets++, pack_elements(elements, value));
+    }
 }
 
 } // namespace pi
