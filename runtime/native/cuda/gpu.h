@@ -37,8 +37,8 @@ __device__ inline uint64_t global_time_ns() {
 }
 
 // Host memory as the other side reads and writes it: one access of 16 bytes that the device's own caches do
-// not answer. "Naturally aligned loads and stores to host memory of 16 bytes are preserved as single
-// accesses" (CUDA C++ Programming Guide, mapped memory).
+// not answer. The CUDA C++ Programming Guide (mapped memory) has the host see aligned accesses of up to 16
+// bytes in one piece.
 __device__ inline uint4 load_whole(const void *at) {
     uint4 x;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
