@@ -17,7 +17,7 @@ constexpr std::chrono::milliseconds between_checks{20};
 constexpr int polls_between_clocks = 256;
 // Packets of a post come within microseconds of each other; a thread that waits longer leaves it to the
 // caller.
-constexpr int polls_of_part = 4096;
+constexpr uint32_t polls_of_token = 4096;
 constexpr uint32_t part_packets = delivered_columns / PI_GPU_PACKET_ELEMENTS; // parts are made of these
 
 uint64_t nanoseconds(std::chrono::steady_clock::duration time) {
@@ -262,12 +262,12 @@ Posted HandOver::await(const FfnArgs &args, uint32_t layer, const OnThreads &on_
     await_packet(posted_.host, answering_, wait, first);
     std::atomic<bool> all = true;
     on_threads([&](uint32_t part, uint32_t n_parts) {
-        int polls = 0;
+        uint32_t polls = 0;
         const auto wait_a_little = [&] {
             if (++polls % polls_between_clocks == 0)
                 std::this_thread::yield();
             cpu_pause();
-            return polls < polls_of_part;
+            return polls < polls_of_token * args.n_tokens;
         };
         if (!take(args, layer, part, n_parts, wait_a_little))
             all.store(false, std::memory_order_relaxed);
