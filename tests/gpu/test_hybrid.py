@@ -2,7 +2,7 @@
 
 Small float32 files: neither side rounds weights or activations, so logits near 1 differ from float64 by the rounding of
 float32 sums alone (ROUNDING, as on the CPU: eps x sqrt(n) x depth), in steps of any size. Other types: steps of up
-to 16 tokens are sums of the same float32 products in another order on either side (FEW_TOKENS, as for a whole GPU);
+to 16 tokens differ by the rounding of vectors to 16 bits on the device (FEW_TOKENS, as for a whole GPU);
 larger ones round the device's activations and weights to float16 (MANY_TOKENS).
 
 What the sides hand each other are integers of 16 bits with a power of two for six of them (HANDED). The largest of six

@@ -26,7 +26,9 @@ from powerinfer_toolkit.runtime.plan.device import probe_device
 from powerinfer_toolkit.runtime.plan.gpu import gpu_need, place
 from powerinfer_toolkit.runtime.plan.plan import Placement, Plan, UnitKind
 
-FEW_TOKENS = 2e-5  # relative distance of logits after two layers, sums in another order
+# Relative distance of logits after two layers. A vector rounded to 16 bits, the largest of 32 elements to 32512, is
+# 2e-5 off (that one being 2.3 standard deviations); a layer rounds four in a row, the head one: 3 * 2e-5 together.
+FEW_TOKENS = 1e-4
 MANY_TOKENS = 3e-3
 PROMPT = np.random.default_rng(1).integers(3, N_VOCAB, 24)
 NEXT = np.random.default_rng(2).integers(3, N_VOCAB, 3)
@@ -65,7 +67,7 @@ def test_a_plain_layout_runs_dense(synth: Synth) -> None:
             assert relative_l2(got, want) < MANY_TOKENS
 
 
-def test_few_tokens_differ_by_the_order_of_sums(synth: Synth) -> None:
+def test_few_tokens_differ_by_the_rounding_of_vectors(synth: Synth) -> None:
     path = synth("q4_0")
     asked = dataclasses.replace(options("exact"), kv_type="f32")
     with Model.open(path, asked) as cpu, opened(path, asked) as gpu:

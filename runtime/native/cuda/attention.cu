@@ -61,6 +61,8 @@ __device__ __forceinline__ float2 turned(const Placing &work, const float *head,
 template <typename T>
 __global__ void place_kernel(const __grid_constant__ Placing work) {
     const uint32_t token = blockIdx.y, head_dim = work.kv.head_dim;
+    let_next_begin();
+    wait_for_previous();
     if (blockIdx.x < work.n_heads) {
         float *q = work.q + (uint64_t{token} * work.n_heads + blockIdx.x) * head_dim;
         for (uint32_t i = threadIdx.x; i < work.n_rot / 2; i += blockDim.x) {
@@ -232,6 +234,8 @@ __global__ void __launch_bounds__(n_warps *warp_size)
     const Heads heads = heads_of_block<group>(work, spans);
     const uint32_t first_row = token * work.n_heads + heads.first;
     const float scale = 1.0f / sqrtf(static_cast<float>(head_dim));
+    let_next_begin();
+    wait_for_previous();
 #pragma unroll
     for (int g = 0; g < group; ++g) {
         const uint32_t row = first_row + min(static_cast<uint32_t>(g), heads.n - 1);
@@ -273,7 +277,7 @@ void start_attention(pi_gpu &gpu, const pi_gpu_attention &work, Spans spans) {
     const uint32_t of_kv = work.n_heads / work.kv.n_kv_heads;
     spans.blocks_of_kv = ceil_div(of_kv, group);
     const dim3 grid(work.kv.n_kv_heads * spans.blocks_of_kv, work.step.n_tokens, spans.n);
-    launch("attention", gpu, attend_kernel<T, group, pairs>, grid, n_warps * warp_size, 0, work, spans);
+    launch_early("attention", gpu, attend_kernel<T, group, pairs>, grid, n_warps * warp_size, 0, work, spans);
 }
 
 template <typename T, int pairs>
@@ -323,8 +327,9 @@ int32_t place_heads(pi_gpu *gpu, const pi_gpu_kv *kv, const pi_gpu_step *step, c
         if (kv->head_dim % 2 != 0)
             throw Failure{PI_FAILURE, "heads of an odd number of dimensions"};
         const Placing work = {*kv, *step, rope->n_heads, rope->n_rot, rope->cosine, rope->sine, q, k, v};
-        launch("placing heads", device, kv->half_precision != 0 ? place_kernel<__half> : place_kernel<float>,
-               dim3(rope->n_heads + kv->n_kv_heads, step->n_tokens), 64, 0, work);
+        launch_early("placing heads", device,
+                     kv->half_precision != 0 ? place_kernel<__half> : place_kernel<float>,
+                     dim3(rope->n_heads + kv->n_kv_heads, step->n_tokens), 64, 0, work);
     });
 }
 

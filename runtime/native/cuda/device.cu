@@ -135,6 +135,17 @@ struct Close {
     void operator()(pi_gpu *gpu) const { close_device(gpu); }
 };
 
+__global__ void empty_kernel() {}
+
+// Kernels wait for the one ahead (gpu.h) as they are compiled for 9.0 and newer devices only.
+bool kernels_may_overlap() {
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void *>(empty_kernel)),
+          "asking for a kernel's version");
+    const char *wanted = std::getenv("PI_GPU_OVERLAP");
+    return attributes.ptxVersion >= 90 && (wanted == nullptr || std::strcmp(wanted, "0") != 0);
+}
+
 void describe(pi_gpu &gpu) {
     cudaDeviceProp properties{};
     check(cudaGetDeviceProperties(&properties, gpu.ordinal), "asking for the device's properties");
@@ -152,6 +163,7 @@ pi_gpu *open_device(uint32_t ordinal, uint64_t budget_bytes) {
     choose_loading(CublasLt::is_wanted());
     describe(*gpu);
     gpu->context_bytes = make_context(gpu->ordinal);
+    gpu->overlaps = kernels_may_overlap();
     size_t free_bytes = 0, total_bytes = 0;
     check(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for free memory");
     gpu->budget_bytes = budget_bytes == 0 ? gpu->context_bytes + free_bytes : budget_bytes;

@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace pi_cuda {
@@ -51,6 +52,8 @@ struct pi_gpu {
     int ordinal = 0;
     int n_processors = 0;
     int capability = 0;
+    bool overlaps = false;    // kernels may begin before the one ahead has ended: launch_early()
+    bool rows_arrive = false; // since the last of those
     std::string name;
     uint64_t budget_bytes = 0;
     uint64_t context_bytes = 0;
@@ -126,13 +129,35 @@ uint32_t *counters(pi_gpu &gpu, uint32_t n);
 constexpr int warp_size = 32;
 
 #if defined(__CUDACC__) || defined(PI_GPU_EMULATED)
+constexpr size_t most_static_shared_bytes = 48u << 10; // more must be asked for
+
+template <typename... Params, typename... Args>
+void launch_as(bool early, const char *what, pi_gpu &gpu, void (*kernel)(Params...), dim3 grid, dim3 block,
+               size_t shared_bytes, Args... args) {
+    if (shared_bytes > most_static_shared_bytes)
+        check(cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
+                                   cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   static_cast<int>(shared_bytes)),
+              what);
+    start_kernel(kernel, grid, block, shared_bytes, gpu.stream, early, args...);
+    check(cudaGetLastError(), what);
+    ++gpu.n_launches;
+}
+
 // Queues a kernel; `what` names it in the failure.
 template <typename... Params, typename... Args>
 void launch(const char *what, pi_gpu &gpu, void (*kernel)(Params...), dim3 grid, dim3 block,
             size_t shared_bytes, Args... args) {
-    start_kernel(kernel, grid, block, shared_bytes, gpu.stream, args...);
-    check(cudaGetLastError(), what);
-    ++gpu.n_launches;
+    launch_as(false, what, gpu, kernel, grid, block, shared_bytes, args...);
+}
+
+// A kernel that calls wait_for_previous(), and reads rows before: they must not be those that the kernel
+// ahead takes apart.
+template <typename... Params, typename... Args>
+void launch_early(const char *what, pi_gpu &gpu, void (*kernel)(Params...), dim3 grid, dim3 block,
+                  size_t shared_bytes, Args... args) {
+    launch_as(gpu.overlaps && !std::exchange(gpu.rows_arrive, false), what, gpu, kernel, grid, block,
+              shared_bytes, args...);
 }
 
 // Whether n - 1 blocks have come here before with this counter, whose writes this one then sees. For all

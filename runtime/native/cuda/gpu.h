@@ -57,10 +57,34 @@ __device__ inline void store_whole(void *at, uint4 x) {
 // Between two looks at a flag in host memory, which is an exchange over the bus by itself.
 __device__ inline void be_patient() {}
 
+// A kernel that was launched early may begin before the one ahead of it in the stream has ended: what that
+// one writes is read, and anything written, after wait_for_previous() only, and past L1 (__ldcg), which may
+// have been filled before. let_next_begin() is when all blocks have come to it.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 template <typename... Params, typename... Args>
 void start_kernel(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
-                  Args... args) {
-    kernel<<<grid, block, shared_bytes, stream>>>(static_cast<Params>(args)...);
+                  bool early, Args... args) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = early ? 1 : 0;
+    cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...); // launch() asks how it went
 }
 #endif
 

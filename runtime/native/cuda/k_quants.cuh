@@ -17,8 +17,9 @@ __device__ __forceinline__ Bytes32 read32(const uint8_t *p) {
 }
 
 template <>
-struct Type<PI_KT_Q2_K> {
-    static constexpr int width = 32;
+struct Type<PI_KT_Q2_K> : Quantised {
+    static constexpr int width = 32, groups = 2;
+    static constexpr bool has_minimum = true;
     struct Packed {
         Bytes32 q;
         uint32_t d; // and dmin
@@ -31,23 +32,21 @@ struct Type<PI_KT_Q2_K> {
                 read<uint32_t>(field<PI_KT_Q2_K, 2>(row, block)),
                 read<uint16_t>(field<PI_KT_Q2_K, 1>(row, block) + 2 * t), static_cast<uint16_t>(2 * (t % 4))};
     }
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
+    static __device__ __forceinline__ void bytes(const Packed &p, uint32_t *words) {
+#pragma unroll
+        for (int w = 0; w < 8; ++w)
+            words[w] = p.q.word[w] >> p.shift & 0x03030303u;
+    }
+    static __device__ __forceinline__ float2 scales(const Packed &p, int g) {
         const float2 d = two_halves(p.d);
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-            const uint32_t packed = p.scales >> (8 * s);
-            const float scale = d.x * static_cast<float>(packed & 15u),
-                        low = d.y * static_cast<float>(packed >> 4 & 15u);
-#pragma unroll
-            for (int w = 0; w < 4; ++w)
-                four(p.q.word[4 * s + w] >> p.shift & 0x03030303u, 0.0f, scale, -low, out + 16 * s + 4 * w);
-        }
+        const uint32_t packed = static_cast<uint32_t>(p.scales) >> (8 * g);
+        return {d.x * static_cast<float>(packed & 15u), -d.y * static_cast<float>(packed >> 4 & 15u)};
     }
 };
 
 template <>
-struct Type<PI_KT_Q3_K> {
-    static constexpr int width = 32;
+struct Type<PI_KT_Q3_K> : Quantised {
+    static constexpr int width = 32, groups = 2, bias = 4;
     struct Packed {
         Bytes32 q;
         Bytes32 high;
@@ -70,19 +69,20 @@ struct Type<PI_KT_Q3_K> {
                 static_cast<uint16_t>(t)};
     }
     // q - 4 where the high bit is clear: the third bit of q + 4 * high, less 4
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        const float d = half_bits(p.d);
+    static __device__ __forceinline__ void bytes(const Packed &p, uint32_t *words) {
 #pragma unroll
         for (int w = 0; w < 8; ++w) {
             const uint32_t low = p.q.word[w] >> (2 * (p.t % 4)) & 0x03030303u;
-            const uint32_t high = p.high.word[w] >> p.t & 0x01010101u;
-            four(low | high << 2, 4.0f, d * p.scale[w / 4], 0.0f, out + 4 * w);
+            words[w] = low | (p.high.word[w] >> p.t & 0x01010101u) << 2;
         }
+    }
+    static __device__ __forceinline__ float2 scales(const Packed &p, int g) {
+        return {half_bits(p.d) * p.scale[g], 0.0f};
     }
 };
 
 // The header of Q4_K and Q5_K: d, dmin, then scale and minimum of 8 parts in 6 bits each.
-__device__ __forceinline__ void part_scale(const uint4 &header, uint32_t t, float *scale, float *low) {
+__device__ __forceinline__ float2 part_scales(const uint4 &header, uint32_t t) {
     const uint32_t words[3] = {header.y, header.z, header.w}; // bytes 0-3, 4-7, 8-11
     const uint32_t shift = 8 * (t % 4);
     const uint32_t a = words[0] >> shift & 0xffu, b = words[1] >> shift & 0xffu,
@@ -90,13 +90,13 @@ __device__ __forceinline__ void part_scale(const uint4 &header, uint32_t t, floa
     const float2 d = two_halves(header.x);
     const uint32_t s = t < 4 ? a & 63u : (c & 15u) | a >> 6 << 4;
     const uint32_t m = t < 4 ? b & 63u : c >> 4 | b >> 6 << 4;
-    *scale = d.x * static_cast<float>(s);
-    *low = d.y * static_cast<float>(m);
+    return {d.x * static_cast<float>(s), -d.y * static_cast<float>(m)};
 }
 
 template <>
-struct Type<PI_KT_Q4_K> {
+struct Type<PI_KT_Q4_K> : Quantised {
     static constexpr int width = 32;
+    static constexpr bool has_minimum = true;
     struct Packed {
         Bytes32 q;
         uint4 header;
@@ -107,18 +107,20 @@ struct Type<PI_KT_Q4_K> {
         return {read32(field<PI_KT_Q4_K, 0>(row, block) + 32 * (t / 2)),
                 read<uint4>(field<PI_KT_Q4_K, 1>(row, block)), t};
     }
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        float scale, low;
-        part_scale(p.header, p.t, &scale, &low);
+    static __device__ __forceinline__ void bytes(const Packed &p, uint32_t *words) {
 #pragma unroll
         for (int w = 0; w < 8; ++w)
-            four(p.q.word[w] >> (4 * (p.t % 2)) & 0x0f0f0f0fu, 0.0f, scale, -low, out + 4 * w);
+            words[w] = p.q.word[w] >> (4 * (p.t % 2)) & 0x0f0f0f0fu;
+    }
+    static __device__ __forceinline__ float2 scales(const Packed &p, int) {
+        return part_scales(p.header, p.t);
     }
 };
 
 template <>
-struct Type<PI_KT_Q5_K> {
+struct Type<PI_KT_Q5_K> : Quantised {
     static constexpr int width = 32;
+    static constexpr bool has_minimum = true;
     struct Packed {
         Bytes32 q;
         Bytes32 high;
@@ -130,21 +132,20 @@ struct Type<PI_KT_Q5_K> {
         return {read32(field<PI_KT_Q5_K, 0>(row, block) + 32 * (t / 2)),
                 read32(field<PI_KT_Q5_K, 1>(row, block)), read<uint4>(field<PI_KT_Q5_K, 2>(row, block)), t};
     }
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        float scale, low;
-        part_scale(p.header, p.t, &scale, &low);
+    static __device__ __forceinline__ void bytes(const Packed &p, uint32_t *words) {
 #pragma unroll
-        for (int w = 0; w < 8; ++w) {
-            const uint32_t nibbles = p.q.word[w] >> (4 * (p.t % 2)) & 0x0f0f0f0fu;
-            const uint32_t fifth = p.high.word[w] >> p.t & 0x01010101u;
-            four(nibbles | fifth << 4, 0.0f, scale, -low, out + 4 * w);
-        }
+        for (int w = 0; w < 8; ++w)
+            words[w] = (p.q.word[w] >> (4 * (p.t % 2)) & 0x0f0f0f0fu) | (p.high.word[w] >> p.t & 0x01010101u)
+                                                                            << 4;
+    }
+    static __device__ __forceinline__ float2 scales(const Packed &p, int) {
+        return part_scales(p.header, p.t);
     }
 };
 
 template <>
-struct Type<PI_KT_Q6_K> {
-    static constexpr int width = 32;
+struct Type<PI_KT_Q6_K> : Quantised {
+    static constexpr int width = 32, groups = 2, bias = 32;
     struct Packed {
         Bytes32 low;
         Bytes32 high;
@@ -159,16 +160,15 @@ struct Type<PI_KT_Q6_K> {
                 read<uint16_t>(field<PI_KT_Q6_K, 2>(row, block) + 2 * t),
                 read<uint16_t>(field<PI_KT_Q6_K, 3>(row, block)), k};
     }
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        const float d = half_bits(p.d);
-        const float scale[2] = {d * static_cast<float>(static_cast<int8_t>(p.scales & 0xffu)),
-                                d * static_cast<float>(static_cast<int8_t>(p.scales >> 8))};
+    static __device__ __forceinline__ void bytes(const Packed &p, uint32_t *words) {
 #pragma unroll
-        for (int w = 0; w < 8; ++w) {
-            const uint32_t nibbles = p.low.word[w] >> (4 * (p.k / 2)) & 0x0f0f0f0fu;
-            const uint32_t high = p.high.word[w] >> (2 * p.k) & 0x03030303u;
-            four(nibbles | high << 4, 32.0f, scale[w / 4], 0.0f, out + 4 * w);
-        }
+        for (int w = 0; w < 8; ++w)
+            words[w] = (p.low.word[w] >> (4 * (p.k / 2)) & 0x0f0f0f0fu) |
+                       (p.high.word[w] >> (2 * p.k) & 0x03030303u) << 4;
+    }
+    static __device__ __forceinline__ float2 scales(const Packed &p, int g) {
+        const auto scale = static_cast<int8_t>(static_cast<uint32_t>(p.scales) >> (8 * g) & 0xffu);
+        return {half_bits(p.d) * static_cast<float>(scale), 0.0f};
     }
 };
 

@@ -12,6 +12,8 @@ __global__ void mask_kernel(const float *logits, uint32_t n, float threshold, ui
                             uint32_t n_words) {
     const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
     const float *of_token = logits + uint64_t{n} * blockIdx.y;
+    let_next_begin();
+    wait_for_previous();
     const uint32_t word = __ballot_sync(0xffffffffu, i < n && of_token[i] >= threshold);
     if (i % word_bits == 0 && i / word_bits < n_words)
         words[uint64_t{n_words} * blockIdx.y + i / word_bits] = word;
@@ -22,8 +24,8 @@ __global__ void mask_kernel(const float *logits, uint32_t n, float threshold, ui
 int32_t mask(pi_gpu *gpu, const float *logits, uint32_t n_tokens, uint32_t n, float threshold,
              uint32_t *words) {
     return operate(gpu, [&](pi_gpu &device) {
-        launch("masking neurons", device, mask_kernel, dim3(ceil_div(n, 256), n_tokens), 256, 0, logits, n,
-               threshold, words, ceil_div(n, word_bits));
+        launch_early("masking neurons", device, mask_kernel, dim3(ceil_div(n, 256), n_tokens), 256, 0, logits,
+                     n, threshold, words, ceil_div(n, word_bits));
     });
 }
 

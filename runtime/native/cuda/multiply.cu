@@ -20,21 +20,22 @@ GemvProduct gemv_product(const pi_gpu_rows &rows, float *out) {
     return product;
 }
 
-void set_norm(GemvLaunch &work, const pi_gpu_norm *norm) {
-    if (norm == nullptr)
-        return;
-    work.gain = norm->gain;
-    work.eps = norm->eps;
+Vectors vectors_of(const float *x, uint32_t n_columns, uint32_t n_cols, const pi_gpu_norm *norm) {
+    Vectors vectors{};
+    vectors.n_cols = n_cols;
+    vectors.n_columns = n_columns;
+    vectors.x = x;
+    if (norm != nullptr) {
+        vectors.gain = norm->gain;
+        vectors.eps = norm->eps;
+    }
+    return vectors;
 }
 
-void add_product(GemvLaunch &work, uint32_t &n_blocks, GemvProduct product) {
-    product.first_block = n_blocks;
-    n_blocks += ceil_div(product.n_rows, gemv_block_rows);
+void add_product(GemvLaunch &work, GemvProduct product) {
+    product.first_pair = work.n_pairs;
+    work.n_pairs += ceil_div(product.n_rows, gemv_rows);
     work.product[work.n_products++] = product;
-}
-
-void start(pi_gpu &gpu, uint32_t kernel_type, const GemvLaunch &work, uint32_t n_blocks) {
-    for_type(kernel_type, [&]<int type>() { run_gemv<type>(gpu, work, n_blocks); });
 }
 
 // Products [0, n) that are of this type, in launches of at most 8 vectors.
@@ -42,11 +43,9 @@ void multiply_vectors(pi_gpu &gpu, const pi_gpu_product *products, uint32_t n, u
                       const float *x, uint32_t n_tokens, const pi_gpu_norm *norm) {
     for (uint32_t token = 0; token < n_tokens; token += gemv_max_columns) {
         GemvLaunch work{};
-        uint32_t n_blocks = 0;
-        work.n_cols = products[0].rows.n_cols;
-        work.n_columns = std::min(gemv_max_columns, n_tokens - token);
-        work.x = x + uint64_t{token} * work.n_cols;
-        set_norm(work, norm);
+        const uint32_t n_cols = products[0].rows.n_cols;
+        work.vectors = vectors_of(x + uint64_t{token} * n_cols, std::min(gemv_max_columns, n_tokens - token),
+                                  n_cols, norm);
         for (uint32_t i = 0; i < n; ++i) {
             const pi_gpu_rows &rows = products[i].rows;
             if (rows.kernel_type != kernel_type)
@@ -55,9 +54,9 @@ void multiply_vectors(pi_gpu &gpu, const pi_gpu_product *products, uint32_t n, u
             product.bias = products[i].bias;
             product.add = products[i].add;
             product.relu = products[i].relu;
-            add_product(work, n_blocks, product);
+            add_product(work, product);
         }
-        start(gpu, kernel_type, work, n_blocks);
+        for_type(kernel_type, [&]<int type>() { run_gemv<type>(gpu, work); });
     }
 }
 
@@ -146,10 +145,7 @@ int32_t neurons(pi_gpu *gpu, const pi_gpu_neurons *of) {
         if (of->gate.n_cols != of->up.n_cols || of->gate.n_rows != of->up.n_rows)
             throw Failure{PI_FAILURE, "gate and up are of different shapes"};
         NeuronsLaunch work{};
-        work.input.n_cols = of->gate.n_cols;
-        work.input.n_columns = 1;
-        work.input.x = of->x;
-        set_norm(work.input, of->norm);
+        work.vectors = vectors_of(of->x, 1, of->gate.n_cols, of->norm);
         work.n_rows = of->gate.n_rows;
         work.mask = of->mask;
         work.relu = of->activation == PI_ACTIVATION_RELU ? 1 : 0;

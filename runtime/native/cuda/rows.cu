@@ -41,7 +41,7 @@ __global__ void fetch_kernel(pi_gpu_rows rows, const int32_t *tokens, float *out
                          rows.n_cols / block_elements};
     float values[width];
     for (uint32_t slice = threadIdx.x; slice < rows.n_cols / width; slice += blockDim.x) {
-        Type<type>::unpack(Type<type>::load(row, slice), values);
+        unpack<type>(Type<type>::load(row, slice), values);
         auto *to = reinterpret_cast<float4 *>(out + uint64_t{rows.n_cols} * blockIdx.x + slice * width);
 #pragma unroll
         for (uint32_t j = 0; j < width / 4; ++j)
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(threads) to_half_kernel(pi_gpu_rows rows, __ha
             const RowView row = {static_cast<const uint8_t *>(rows.data) + rows.row_stride * r,
                                  rows.n_cols / layouts[type].block_elements};
             float values[width];
-            Type<type>::unpack(Type<type>::load(row, i - r * per_row), values);
+            unpack<type>(Type<type>::load(row, i - r * per_row), values);
 #pragma unroll
             for (uint32_t j = 0; j < pieces; ++j) {
                 const float *v = values + 8 * j;
@@ -127,6 +127,7 @@ int32_t upload_rows(pi_gpu *gpu, const void *host, uint64_t row_bytes, const pi_
         require_rows(*rows);
         if (rows->n_rows == 0)
             return; // a device starts no kernel without blocks
+        device.rows_arrive = true;
         const auto *from = static_cast<const uint8_t *>(host);
         if (layouts[rows->kernel_type].n_fields ==
             0) // lengths in multiples of 32: the stride is the row's bytes

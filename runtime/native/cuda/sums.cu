@@ -7,9 +7,14 @@
 namespace pi_cuda {
 namespace {
 
-constexpr int sum_warps = 8;
-constexpr uint32_t sum_columns = 1024; // of a block: 32 a lane
-constexpr uint32_t lane_columns = sum_columns / warp_size;
+constexpr uint32_t sum_warps = 16;
+constexpr uint32_t listed = 128; // rows of a warp that are looked at together
+
+// Columns of a block; a row of them takes some lanes of a warp, so that a warp reads a few rows at once.
+template <int type>
+constexpr uint32_t sum_columns = std::min<uint32_t>(256, warp_size *Type<type>::width);
+template <int type>
+constexpr uint32_t row_lanes = sum_columns<type> / Type<type>::width;
 
 __global__ void record_kernel(const float *activations, uint32_t n, unsigned long long *words) {
     const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -26,111 +31,151 @@ struct RowSum {
     bool add;         // to what out holds
 };
 
-// Adds the warps' sums of 1024 columns through shared memory, one warp after the other.
-__device__ void add_warps(const float (&sum)[lane_columns], float *shared) {
-    const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
-    for (int w = 0; w < sum_warps; ++w) {
-        if (w == warp) {
-#pragma unroll
-            for (int j = 0; j < static_cast<int>(lane_columns); ++j) {
-                float &to = shared[j * warp_size + lane];
-                to = w == 0 ? sum[j] : to + sum[j];
-            }
-        }
-        __syncthreads();
-    }
-}
+struct FiringRow {
+    uint32_t row;
+    float coef;
+};
 
-// Adds coef times a lane's part of a row: piece p is its slice first + 32 p + lane.
-template <int type>
-__device__ __forceinline__ void add_row(const pi_gpu_rows &rows, uint32_t r, float coef, uint32_t first,
-                                        float (&sum)[lane_columns]) {
-    constexpr uint32_t width = Type<type>::width, pieces = lane_columns / width;
-    const uint32_t lane = threadIdx.x % warp_size, n_slices = rows.n_cols / width;
-    const RowView row = {static_cast<const uint8_t *>(rows.data) + rows.row_stride * r,
-                         rows.n_cols / layouts[type].block_elements};
-    float values[width];
-#pragma unroll
-    for (uint32_t piece = 0; piece < pieces; ++piece) {
-        const uint32_t slice = first + piece * warp_size + lane;
-        if (slice >= n_slices)
-            continue;
-        Type<type>::unpack(Type<type>::load(row, slice), values);
-#pragma unroll
-        for (uint32_t j = 0; j < width; ++j)
-            sum[piece * width + j] += coef * values[j];
-    }
-}
-
-// The partial sums of a block's columns, by the last of its blocks.
-__device__ __forceinline__ void add_partials(const RowSum &work) {
-    const uint32_t n_cols = work.rows.n_cols;
-    for (uint32_t i = blockIdx.x * sum_columns + threadIdx.x; i < min((blockIdx.x + 1) * sum_columns, n_cols);
-         i += blockDim.x) {
-        float sum = 0;
-#pragma unroll 8
-        for (uint32_t part = 0; part < gridDim.y; ++part)
-            sum += work.partials[uint64_t{n_cols} * part + i];
-        work.out[i] = work.add ? work.out[i] + sum : sum;
-    }
-}
-
-// Block (c, s): columns [1024 c, ...) of every gridDim.y-th group of 8 rows, a row a warp; a warp looks at
-// the coefficients of 32 of its rows at once.
-template <int type>
-__global__ void __launch_bounds__(sum_warps *warp_size) row_sum_kernel(const __grid_constant__ RowSum work) {
-    constexpr uint32_t width = Type<type>::width, pieces = lane_columns / width;
-    __shared__ float shared[sum_columns];
+// Of the part's rows [begin, begin + 16 * 128) those of the warp whose coefficient is not 0, in order; how
+// many.
+__device__ __forceinline__ uint32_t list_rows(const RowSum &work, uint32_t begin, FiringRow *list) {
     const uint32_t lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
-    const uint32_t n = work.rows.n_rows;
-    const uint32_t n_slices = work.rows.n_cols / width, first = blockIdx.x * (sum_columns / width);
-    const uint32_t stride = gridDim.y * sum_warps;
-    float sum[lane_columns] = {};
-    for (uint32_t begin = blockIdx.y * sum_warps + warp; begin < n; begin += warp_size * stride) {
-        const uint32_t mine = begin + lane * stride;
-        const float coef = mine < n ? work.coef[mine] : 0.0f;
-        for (uint32_t left = __ballot_sync(0xffffffffu, coef != 0); left != 0; left &= left - 1) {
-            const int from = __ffs(static_cast<int>(left)) - 1;
-            const uint32_t r = begin + static_cast<uint32_t>(from) * stride;
-            add_row<type>(work.rows, r, __shfl_sync(0xffffffffu, coef, from), first, sum);
+    uint32_t row[listed / warp_size], n = 0;
+    float coef[listed / warp_size];
+#pragma unroll
+    for (uint32_t i = 0; i < listed / warp_size; ++i) {
+        row[i] = ((begin + (i * warp_size + lane) * sum_warps + warp) * gridDim.y) + blockIdx.y;
+        coef[i] = row[i] < work.rows.n_rows ? __ldcg(work.coef + row[i]) : 0.0f;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < listed / warp_size; ++i) {
+        const uint32_t firing = __ballot_sync(0xffffffffu, coef[i] != 0);
+        if (coef[i] != 0)
+            list[n + static_cast<uint32_t>(__popc(firing & ((1u << lane) - 1)))] = {row[i], coef[i]};
+        n += static_cast<uint32_t>(__popc(firing));
+    }
+    __syncwarp();
+    return n;
+}
+
+// sum += the listed rows' values of the lane's slice: lanes of the same slice take the rows in turns.
+template <int type>
+__device__ __forceinline__ void add_rows(const pi_gpu_rows &rows, const FiringRow *list, uint32_t n,
+                                         uint32_t slice, float *sum) {
+    constexpr uint32_t at_once = warp_size / row_lanes<type>, depth = slices_ahead<type>;
+    typename Type<type>::Packed packed[depth];
+    const auto load = [&](uint32_t d, uint32_t at) {
+        if (at >= n)
+            return;
+        const RowView row = {static_cast<const uint8_t *>(rows.data) + rows.row_stride * list[at].row,
+                             rows.n_cols / layouts[type].block_elements};
+        packed[d] = Type<type>::load(row, slice);
+    };
+    const uint32_t first = threadIdx.x % warp_size / row_lanes<type>;
+#pragma unroll
+    for (uint32_t d = 0; d < depth; ++d)
+        load(d, first + d * at_once);
+    for (uint32_t begin = first; begin < n; begin += depth * at_once) {
+#pragma unroll
+        for (uint32_t d = 0; d < depth; ++d) {
+            const uint32_t at = begin + d * at_once;
+            if (at < n)
+                add_values<type>(packed[d], list[at].coef, sum);
+            load(d, at + depth * at_once);
         }
     }
-    add_warps(sum, shared);
-    const bool alone = gridDim.y == 1;
-    float *out = alone ? work.out : work.partials + uint64_t{work.rows.n_cols} * blockIdx.y;
-    for (uint32_t piece = warp; piece < pieces; piece += sum_warps) {
-        const uint32_t slice = first + piece * warp_size + lane;
-        for (uint32_t j = 0; j < width && slice < n_slices; ++j) {
-            const float value = shared[(piece * width + j) * warp_size + lane];
-            float &to = out[slice * width + j];
-            to = alone && work.add ? to + value : value;
+}
+
+// Lanes of the same slice, `other` apart and less, add their 2 n sums of columns: each lane keeps some of
+// them, from `column` on.
+template <int n, uint32_t other, uint32_t row_lanes>
+__device__ __forceinline__ void merge_lanes(float *sum, uint32_t &column) {
+    if constexpr (other >= row_lanes) {
+        const bool upper = (threadIdx.x & other) != 0;
+#pragma unroll
+        for (int j = 0; j < n; ++j) {
+            const float mine = upper ? sum[n + j] : sum[j], theirs = upper ? sum[j] : sum[n + j];
+            sum[j] = mine + __shfl_xor_sync(0xffffffffu, theirs, static_cast<int>(other));
         }
+        column += upper ? static_cast<uint32_t>(n) : 0;
+        merge_lanes<n / 2, other / 2, row_lanes>(sum, column);
     }
-    if (!alone && is_last_block(work.n_done + blockIdx.x, gridDim.y))
-        add_partials(work);
+}
+
+// Block (c, s): columns [c * sum_columns, ...) of rows s, s + gridDim.y and so on, of which its warps take
+// one after the other. The last block of the columns adds the parts in order.
+template <int type>
+__global__ void __launch_bounds__(sum_warps *warp_size, 1)
+    row_sum_kernel(const __grid_constant__ RowSum work) {
+    constexpr uint32_t width = Type<type>::width, columns = sum_columns<type>, own = columns / warp_size;
+    __shared__ union {
+        FiringRow list[sum_warps][listed];
+        float sums[sum_warps][columns];
+    } shared;
+    const uint32_t warp = threadIdx.x / warp_size, n_cols = work.rows.n_cols;
+    const uint32_t first = blockIdx.x * columns;
+    const uint32_t slice = first / width + threadIdx.x % row_lanes<type>;
+    float sum[width] = {};
+    let_next_begin();
+    wait_for_previous();
+    for (uint32_t begin = 0; begin * gridDim.y < work.rows.n_rows; begin += sum_warps * listed) {
+        const uint32_t n = list_rows(work, begin, shared.list[warp]);
+        if (slice < n_cols / width)
+            add_rows<type>(work.rows, shared.list[warp], n, slice, sum);
+        __syncwarp();
+    }
+    uint32_t column = threadIdx.x % row_lanes<type> * width; // of the block's
+    merge_lanes<width / 2, warp_size / 2, row_lanes<type>>(sum, column);
+    __syncthreads(); // lists are no longer needed
+#pragma unroll
+    for (uint32_t j = 0; j < own; ++j)
+        shared.sums[warp][column + j] = sum[j];
+    __syncthreads();
+    const uint32_t i = first + threadIdx.x;
+    const bool mine = threadIdx.x < columns && i < n_cols;
+    float total = 0;
+    if (mine) {
+#pragma unroll
+        for (uint32_t w = 0; w < sum_warps; ++w)
+            total += shared.sums[w][threadIdx.x];
+    }
+    if (gridDim.y > 1) {
+        if (mine)
+            work.partials[uint64_t{n_cols} * blockIdx.y + i] = total;
+        if (!is_last_block(work.n_done + blockIdx.x, gridDim.y))
+            return;
+        total = 0;
+#pragma unroll 8
+        for (uint32_t part = 0; mine && part < gridDim.y; ++part)
+            total += __ldcg(work.partials + uint64_t{n_cols} * part + i);
+    }
+    if (mine)
+        work.out[i] = work.add ? __ldcg(work.out + i) + total : total;
+}
+
+template <int type>
+void start_sums(pi_gpu &gpu, RowSum work) {
+    const uint32_t chunks = ceil_div(work.rows.n_cols, sum_columns<type>);
+    // A block a processor; the number must not depend on how many neurons fire.
+    const uint32_t parts = std::max(1u, std::min(static_cast<uint32_t>(gpu.n_processors) / chunks,
+                                                 ceil_div(work.rows.n_rows, 4 * sum_warps)));
+    if (parts > 1) {
+        work.partials = scratch_of<float>(gpu, gpu.partials, uint64_t{parts} * work.rows.n_cols);
+        work.n_done = counters(gpu, chunks);
+    }
+    launch_early("summing rows", gpu, row_sum_kernel<type>, dim3(chunks, parts), sum_warps * warp_size, 0,
+                 work);
 }
 
 } // namespace
 
 void accumulate_rows(pi_gpu &gpu, const pi_gpu_rows &rows, const float *coef, bool add, float *out) {
-    const uint32_t chunks = ceil_div(rows.n_cols, sum_columns);
-    // About two blocks a processor; the number must not depend on how many neurons fire.
-    const uint32_t parts =
-        std::max(1u, std::min(ceil_div(2u * static_cast<uint32_t>(gpu.n_processors), chunks),
-                              ceil_div(rows.n_rows, 4 * sum_warps)));
     RowSum work{};
     work.rows = rows;
     work.coef = coef;
     work.out = out;
     work.add = add;
-    if (parts > 1) {
-        work.partials = scratch_of<float>(gpu, gpu.partials, uint64_t{parts} * rows.n_cols);
-        work.n_done = counters(gpu, chunks);
-    }
-    for_type(rows.kernel_type, [&]<int type>() {
-        launch("summing rows", gpu, row_sum_kernel<type>, dim3(chunks, parts), sum_warps * warp_size, 0,
-               work);
-    });
+    for_type(rows.kernel_type, [&]<int type>() { start_sums<type>(gpu, work); });
 }
 
 int32_t record(pi_gpu *gpu, const float *activations, uint32_t n, uint64_t *words) {

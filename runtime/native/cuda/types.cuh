@@ -1,5 +1,6 @@
 // types.cuh: the tensor types on the device. A type reads `width` consecutive elements at a time, aligned to
-// width, as a Packed in registers (load) and turns them into floats (unpack). k_quants.cuh has the others.
+// width, as a Packed in registers (load) and turns them into floats (unpack) or bytes and scales.
+// k_quants.cuh has the others.
 #pragma once
 
 #include "device.cuh"
@@ -33,25 +34,13 @@ __device__ __forceinline__ float2 two_halves(uint32_t bits) {
     return {half_bits(static_cast<uint16_t>(bits & 0xffffu)), half_bits(static_cast<uint16_t>(bits >> 16))};
 }
 
-// Byte i of a word less `bias`, without the slow conversion of integers: 2^23 + byte is a float whose low
-// bits are the byte.
-__device__ __forceinline__ float byte_float(uint32_t word, int i, float bias) {
-    const uint32_t bits = __byte_perm(word, 0x4b000000u, 0x7540u | static_cast<uint32_t>(i));
-    return __uint_as_float(bits) - (8388608.0f + bias);
+// Byte i of a word of signed bytes, less `bias`, without the slow conversion of integers: 2^23 + byte is a
+// float whose low bits are the byte.
+__device__ __forceinline__ float byte_float(uint32_t flipped, int i, float bias) {
+    const uint32_t bits = __byte_perm(flipped, 0x4b000000u, 0x7540u | static_cast<uint32_t>(i));
+    return __uint_as_float(bits) - (8388608.0f + 128.0f + bias);
 }
-
-// Four bytes as floats: out[i] = scale * (byte i - bias) + low.
-__device__ __forceinline__ void four(uint32_t word, float bias, float scale, float low, float *out) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        out[i] = scale * byte_float(word, i, bias) + low;
-}
-
-__device__ __forceinline__ void four_bytes(uint32_t word, float bias, float *out) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        out[i] = byte_float(word, i, bias);
-}
+constexpr uint32_t signs = 0x80808080u; // flipped: a signed byte plus 128
 
 // Bits 0 to 3 of b into bit 0 of the four bytes.
 __device__ __forceinline__ uint32_t spread_bits(uint32_t b) {
@@ -65,37 +54,60 @@ __device__ __forceinline__ uint32_t look_up(uint32_t nibbles, const uint4 &table
     return __byte_perm(low, high, 0x3210u | (nibbles & 0x8888u) >> 1);
 }
 
-// 16 bytes of nibbles through a table: the low nibbles are elements 0 .. n - 1 of out, the high ones n .. 2 n
-// - 1, where n is the number of bytes.
-template <int n_words>
-__device__ __forceinline__ void unpack_table(const uint32_t *words, float scale, const uint4 &table,
-                                             float *out) {
-#pragma unroll
-    for (int w = 0; w < n_words; ++w) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const uint32_t values = look_up(words[w] >> (16 * half), table) ^ 0x80808080u;
-            float *low = out + 4 * w + 2 * half, *high = low + 4 * n_words;
-            low[0] = scale * byte_float(values, 0, 128.0f);
-            high[0] = scale * byte_float(values, 1, 128.0f);
-            low[1] = scale * byte_float(values, 2, 128.0f);
-            high[1] = scale * byte_float(values, 3, 128.0f);
-        }
-    }
+// Four bytes of nibbles through a table: low the low nibbles, high the high ones.
+__device__ __forceinline__ void look_up(uint32_t word, const uint4 &table, uint32_t &low, uint32_t &high) {
+    const uint32_t a = look_up(word, table), b = look_up(word >> 16, table);
+    low = __byte_perm(a, b, 0x6420u);
+    high = __byte_perm(a, b, 0x7531u);
 }
 
 template <int type>
 struct Type;
 
-// A type with one scale for a Packed also says quants() without it and scale(), so that a product of many
-// elements multiplies by it once.
-template <typename Of>
-__device__ __forceinline__ void unpack_scaled(const typename Of::Packed &p, float *out) {
-    Of::quants(p, out);
-    const float scale = Of::scale(p);
+// Types of floats give values by floats(). The others give signed bytes in words, and for each of the
+// `groups` equal parts of a Packed a scale and a minimum: value = scale * (byte - bias) (+ minimum where
+// `has_minimum`).
+template <int type>
+constexpr bool is_quantised = requires { Type<type>::bias; };
+
+// Slices that a thread has on their way of each row that it reads.
+template <int type>
+constexpr uint32_t slices_ahead = sizeof(typename Type<type>::Packed) <= 32 ? 4 : 2;
+
+// out[i] += factor * value i
+template <int type>
+__device__ __forceinline__ void add_values(const typename Type<type>::Packed &p, float factor, float *out) {
+    using T = Type<type>;
+    if constexpr (is_quantised<type>) {
+        constexpr int group = T::width / T::groups;
+        uint32_t words[T::width / 4];
+        T::bytes(p, words);
 #pragma unroll
-    for (int i = 0; i < Of::width; ++i)
-        out[i] *= scale;
+        for (int g = 0; g < T::groups; ++g) {
+            const float2 scales = T::scales(p, g);
+            const float scale = factor * scales.x, minimum = factor * scales.y;
+#pragma unroll
+            for (int i = g * group; i < (g + 1) * group; ++i) {
+                out[i] += scale * byte_float(words[i / 4] ^ signs, i % 4, T::bias);
+                if constexpr (T::has_minimum)
+                    out[i] += minimum;
+            }
+        }
+    } else {
+        float values[T::width];
+        T::floats(p, values);
+#pragma unroll
+        for (int i = 0; i < T::width; ++i)
+            out[i] += factor * values[i];
+    }
+}
+
+template <int type>
+__device__ __forceinline__ void unpack(const typename Type<type>::Packed &p, float *out) {
+#pragma unroll
+    for (int i = 0; i < Type<type>::width; ++i)
+        out[i] = 0.0f;
+    add_values<type>(p, 1.0f, out);
 }
 
 template <>
@@ -105,7 +117,7 @@ struct Type<PI_KT_F32> {
     static __device__ __forceinline__ Packed load(const RowView &row, uint32_t i) {
         return read<float4>(row.base + 16 * uint64_t{i});
     }
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
+    static __device__ __forceinline__ void floats(const Packed &p, float *out) {
         out[0] = p.x, out[1] = p.y, out[2] = p.z, out[3] = p.w;
     }
 };
@@ -121,7 +133,7 @@ struct SixteenBits {
 
 template <>
 struct Type<PI_KT_F16> : SixteenBits {
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
+    static __device__ __forceinline__ void floats(const Packed &p, float *out) {
         const uint32_t words[4] = {p.x, p.y, p.z, p.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -133,7 +145,7 @@ struct Type<PI_KT_F16> : SixteenBits {
 
 template <>
 struct Type<PI_KT_BF16> : SixteenBits {
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
+    static __device__ __forceinline__ void floats(const Packed &p, float *out) {
         const uint32_t words[4] = {p.x, p.y, p.z, p.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -143,8 +155,14 @@ struct Type<PI_KT_BF16> : SixteenBits {
     }
 };
 
+// What most quantised types have.
+struct Quantised {
+    static constexpr int groups = 1, bias = 0;
+    static constexpr bool has_minimum = false;
+};
+
 template <>
-struct Type<PI_KT_Q8_0> {
+struct Type<PI_KT_Q8_0> : Quantised {
     static constexpr int width = 16;
     struct Packed {
         uint4 q;
@@ -154,21 +172,15 @@ struct Type<PI_KT_Q8_0> {
         return {read<uint4>(field<PI_KT_Q8_0, 0>(row, 0) + 16 * uint64_t{i}),
                 read<uint16_t>(field<PI_KT_Q8_0, 1>(row, i / 2))};
     }
-    static __device__ __forceinline__ float scale(const Packed &p) { return half_bits(p.d); }
-    static __device__ __forceinline__ void quants(const Packed &p, float *out) {
-        const uint32_t words[4] = {p.q.x, p.q.y, p.q.z, p.q.w};
-#pragma unroll
-        for (int w = 0; w < 4; ++w)
-            four_bytes(words[w] ^ 0x80808080u, 128.0f, out + 4 * w);
+    static __device__ __forceinline__ void bytes(const Packed &p, uint32_t *words) {
+        words[0] = p.q.x, words[1] = p.q.y, words[2] = p.q.z, words[3] = p.q.w;
     }
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        unpack_scaled<Type>(p, out);
-    }
+    static __device__ __forceinline__ float2 scales(const Packed &p, int) { return {half_bits(p.d), 0.0f}; }
 };
 
 // Nibble types of 32 elements: 16 bytes of quants, up to 4 bytes of scales.
 template <int type, typename Scale>
-struct Nibbles {
+struct Nibbles : Quantised {
     static constexpr int width = 32;
     struct Packed {
         uint4 q;
@@ -177,53 +189,43 @@ struct Nibbles {
     static __device__ __forceinline__ Packed load(const RowView &row, uint32_t i) {
         return {read<uint4>(field<type, 0>(row, i)), read<Scale>(field<type, 1>(row, i))};
     }
-    static __device__ __forceinline__ void linear(const uint4 &q, float bias, float scale, float low,
-                                                  float *out) {
-        const uint32_t words[4] = {q.x, q.y, q.z, q.w};
+    static __device__ __forceinline__ void bytes(const Packed &p, uint32_t *words) {
+        const uint32_t q[4] = {p.q.x, p.q.y, p.q.z, p.q.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-            four(words[w] & 0x0f0f0f0fu, bias, scale, low, out + 4 * w);
-            four(words[w] >> 4 & 0x0f0f0f0fu, bias, scale, low, out + 16 + 4 * w);
+            words[w] = q[w] & 0x0f0f0f0fu;
+            words[4 + w] = q[w] >> 4 & 0x0f0f0f0fu;
         }
     }
 };
 
 template <>
 struct Type<PI_KT_Q4_0> : Nibbles<PI_KT_Q4_0, uint16_t> {
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        unpack_scaled<Type>(p, out);
-    }
-    static __device__ __forceinline__ float scale(const Packed &p) { return half_bits(p.d); }
-    static __device__ __forceinline__ void quants(const Packed &p, float *out) {
-        const uint32_t words[4] = {p.q.x, p.q.y, p.q.z, p.q.w};
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            four_bytes(words[w] & 0x0f0f0f0fu, 8.0f, out + 4 * w);
-            four_bytes(words[w] >> 4 & 0x0f0f0f0fu, 8.0f, out + 16 + 4 * w);
-        }
-    }
+    static constexpr int bias = 8;
+    static __device__ __forceinline__ float2 scales(const Packed &p, int) { return {half_bits(p.d), 0.0f}; }
 };
 
 template <>
 struct Type<PI_KT_Q4_1> : Nibbles<PI_KT_Q4_1, uint32_t> {
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        const float2 d = two_halves(p.d);
-        linear(p.q, 0.0f, d.x, d.y, out);
-    }
+    static constexpr bool has_minimum = true;
+    static __device__ __forceinline__ float2 scales(const Packed &p, int) { return two_halves(p.d); }
 };
+
+// Nibbles that number the values of a table.
+__device__ __forceinline__ void table_bytes(const uint4 &quants, const uint4 &table, uint32_t *words) {
+    const uint32_t q[4] = {quants.x, quants.y, quants.z, quants.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+        look_up(q[w], table, words[w], words[4 + w]);
+}
 
 template <>
 struct Type<PI_KT_IQ4_NL> : Nibbles<PI_KT_IQ4_NL, uint16_t> {
     // -127 -104 -83 -65 | -49 -35 -22 -10 | 1 13 25 38 | 53 69 89 113
-    static __device__ __forceinline__ void quants(const Packed &p, float *out) {
-        const uint4 table = {0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u};
-        const uint32_t words[4] = {p.q.x, p.q.y, p.q.z, p.q.w};
-        unpack_table<4>(words, 1.0f, table, out);
+    static __device__ __forceinline__ void bytes(const Packed &p, uint32_t *words) {
+        table_bytes(p.q, {0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u}, words);
     }
-    static __device__ __forceinline__ float scale(const Packed &p) { return half_bits(p.d); }
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        unpack_scaled<Type>(p, out);
-    }
+    static __device__ __forceinline__ float2 scales(const Packed &p, int) { return {half_bits(p.d), 0.0f}; }
 };
 
 // E2M1, doubled: 0 1 2 3 | 4 6 8 12 | 0 -1 -2 -3 | -4 -6 -8 -12
@@ -233,22 +235,18 @@ __device__ __forceinline__ uint4 e2m1_table() {
 
 template <>
 struct Type<PI_KT_MXFP4> : Nibbles<PI_KT_MXFP4, uint8_t> {
-    static __device__ __forceinline__ void quants(const Packed &p, float *out) {
-        const uint32_t words[4] = {p.q.x, p.q.y, p.q.z, p.q.w};
-        unpack_table<4>(words, 1.0f, e2m1_table(), out);
+    static __device__ __forceinline__ void bytes(const Packed &p, uint32_t *words) {
+        table_bytes(p.q, e2m1_table(), words);
     }
-    static __device__ __forceinline__ float scale(const Packed &p) {
+    static __device__ __forceinline__ float2 scales(const Packed &p, int) {
         const uint32_t e = p.d;
-        return 0.5f * __uint_as_float(e << 23 | (e == 0 ? 1u << 22 : 0u));
-    }
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        unpack_scaled<Type>(p, out);
+        return {0.5f * __uint_as_float(e << 23 | (e == 0 ? 1u << 22 : 0u)), 0.0f};
     }
 };
 
 template <>
-struct Type<PI_KT_NVFP4> {
-    static constexpr int width = 32; // two of a block's four sub-blocks
+struct Type<PI_KT_NVFP4> : Quantised {
+    static constexpr int width = 32, groups = 2; // two of a block's four sub-blocks
     struct Packed {
         uint4 q;
         uint16_t d;
@@ -257,24 +255,27 @@ struct Type<PI_KT_NVFP4> {
         return {read<uint4>(field<PI_KT_NVFP4, 0>(row, 0) + 16 * uint64_t{i}),
                 read<uint16_t>(field<PI_KT_NVFP4, 1>(row, 0) + 2 * uint64_t{i})};
     }
+    static __device__ __forceinline__ void bytes(const Packed &p, uint32_t *words) {
+        const uint4 table = e2m1_table();
+        look_up(p.q.x, table, words[0], words[2]);
+        look_up(p.q.y, table, words[1], words[3]);
+        look_up(p.q.z, table, words[4], words[6]);
+        look_up(p.q.w, table, words[5], words[7]);
+    }
     // Half of an unsigned E4M3; 0x7f is its NaN and counts as 0.
-    static __device__ __forceinline__ float scale(uint32_t x) {
+    static __device__ __forceinline__ float2 scales(const Packed &p, int g) {
+        const uint32_t x = static_cast<uint32_t>(p.d) >> (8 * g) & 0xffu;
         const uint32_t exponent = x >> 3 & 15u, mantissa = x & 7u;
         const float small = static_cast<float>(mantissa) * 0x1p-10f;
         const float normal =
             (1.0f + static_cast<float>(mantissa) / 8.0f) * __uint_as_float((exponent + (127 - 8)) << 23);
-        return x == 0x7f ? 0.0f : exponent == 0 ? small : normal;
-    }
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        const uint32_t words[4] = {p.q.x, p.q.y, p.q.z, p.q.w};
-        unpack_table<2>(words, scale(p.d & 0xffu), e2m1_table(), out);
-        unpack_table<2>(words + 2, scale(p.d >> 8), e2m1_table(), out + 16);
+        return {x == 0x7f ? 0.0f : exponent == 0 ? small : normal, 0.0f};
     }
 };
 
 // The fifth bits of 32 elements beside their nibbles.
 template <int type, typename Scale>
-struct FiveBits {
+struct FiveBits : Quantised {
     static constexpr int width = 32;
     struct Packed {
         uint4 q;
@@ -285,32 +286,26 @@ struct FiveBits {
         return {read<uint4>(field<type, 0>(row, i)), read<uint32_t>(field<type, 1>(row, i)),
                 read<Scale>(field<type, 2>(row, i))};
     }
-    static __device__ __forceinline__ void linear(const Packed &p, float bias, float scale, float low,
-                                                  float *out) {
-        const uint32_t words[4] = {p.q.x, p.q.y, p.q.z, p.q.w};
+    static __device__ __forceinline__ void bytes(const Packed &p, uint32_t *words) {
+        const uint32_t q[4] = {p.q.x, p.q.y, p.q.z, p.q.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-            const uint32_t a = (words[w] & 0x0f0f0f0fu) | spread_bits(p.high >> (4 * w)) << 4;
-            const uint32_t b = (words[w] >> 4 & 0x0f0f0f0fu) | spread_bits(p.high >> (16 + 4 * w)) << 4;
-            four(a, bias, scale, low, out + 4 * w);
-            four(b, bias, scale, low, out + 16 + 4 * w);
+            words[w] = (q[w] & 0x0f0f0f0fu) | spread_bits(p.high >> (4 * w)) << 4;
+            words[4 + w] = (q[w] >> 4 & 0x0f0f0f0fu) | spread_bits(p.high >> (16 + 4 * w)) << 4;
         }
     }
 };
 
 template <>
 struct Type<PI_KT_Q5_0> : FiveBits<PI_KT_Q5_0, uint16_t> {
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        linear(p, 16.0f, half_bits(p.d), 0.0f, out);
-    }
+    static constexpr int bias = 16;
+    static __device__ __forceinline__ float2 scales(const Packed &p, int) { return {half_bits(p.d), 0.0f}; }
 };
 
 template <>
 struct Type<PI_KT_Q5_1> : FiveBits<PI_KT_Q5_1, uint32_t> {
-    static __device__ __forceinline__ void unpack(const Packed &p, float *out) {
-        const float2 d = two_halves(p.d);
-        linear(p, 0.0f, d.x, d.y, out);
-    }
+    static constexpr bool has_minimum = true;
+    static __device__ __forceinline__ float2 scales(const Packed &p, int) { return two_halves(p.d); }
 };
 
 } // namespace pi_cuda

@@ -27,6 +27,9 @@ struct uint2 {
 struct alignas(16) uint4 {
     uint32_t x, y, z, w;
 };
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
 struct alignas(8) float2 {
     float x, y;
 };
@@ -82,6 +85,10 @@ inline void __threadfence() {}
 inline void __syncthreads() {
     emulator::barrier();
 }
+inline void __syncwarp() {
+    const uint8_t nothing = 0;
+    emulator::exchange(&nothing, 1);
+}
 template <typename T>
 T __shfl_xor_sync(uint32_t, T value, int mask) {
     return emulator::from_lane(value, emulator::lane() ^ mask);
@@ -120,6 +127,10 @@ template <typename T>
 T __ldcv(const T *p) {
     return __ldg(p);
 }
+template <typename T>
+T __ldcg(const T *p) {
+    return __ldg(p);
+}
 inline void __threadfence_system() {
     std::atomic_thread_fence(std::memory_order_seq_cst);
 }
@@ -135,6 +146,19 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     for (int i = 0; i < 4; ++i)
         out |= static_cast<uint32_t>(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
     return out;
+}
+inline int __dp4a(int a, int b, int c) {
+    for (int i = 0; i < 4; ++i)
+        c += static_cast<int8_t>(a >> (8 * i)) * static_cast<int8_t>(b >> (8 * i));
+    return c;
+}
+inline uint32_t __float_as_uint(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+inline int __float2int_rn(float x) {
+    return x == x ? static_cast<int>(std::nearbyint(x)) : 0;
 }
 inline float __uint_as_float(uint32_t bits) {
     float x;
@@ -213,6 +237,13 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int ordinal);
 cudaError_t cudaDeviceGetPCIBusId(char *out, int n, int ordinal);
 enum cudaDeviceAttr { cudaDevAttrKernelExecTimeout = 17 };
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal);
+struct cudaFuncAttributes {
+    int ptxVersion;
+};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *out, const void *) {
+    out->ptxVersion = 90;
+    return cudaSuccess;
+}
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 inline cudaError_t cudaFuncSetAttribute(const void *, int, int n_bytes) {
     return n_bytes <= 100 << 10 ? cudaSuccess : cudaErrorMemoryAllocation;
@@ -246,6 +277,8 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph);
 namespace pi_cuda {
 
 uint64_t global_time_ns();
+inline void wait_for_previous() {}
+inline void let_next_begin() {}
 void be_patient(); // gives its turn to the program's threads
 
 // A value that another thread writes and reads: one access of 16 bytes.
@@ -259,7 +292,8 @@ inline void store_whole(void *at, uint4 x) {
 }
 
 template <typename... Params, typename... Args>
-void start_kernel(void (*kernel)(Params...), dim3 grid, dim3 block, size_t, cudaStream_t, Args... args) {
+void start_kernel(void (*kernel)(Params...), dim3 grid, dim3 block, size_t, cudaStream_t, bool,
+                  Args... args) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) // a device starts no kernel without blocks
         return emulator::refuse_launch();
     std::tuple<Params...> values(static_cast<Params>(args)...);
