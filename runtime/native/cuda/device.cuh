@@ -129,12 +129,13 @@ uint32_t *counters(pi_gpu &gpu, uint32_t n);
 constexpr int warp_size = 32;
 
 #if defined(__CUDACC__) || defined(PI_GPU_EMULATED)
-constexpr size_t most_static_shared_bytes = 48u << 10; // more must be asked for
+// More than 48 KiB must be asked for, of which a kernel's fixed arrays take some.
+constexpr size_t most_unasked_shared_bytes = 24u << 10;
 
 template <typename... Params, typename... Args>
 void launch_as(bool early, const char *what, pi_gpu &gpu, void (*kernel)(Params...), dim3 grid, dim3 block,
                size_t shared_bytes, Args... args) {
-    if (shared_bytes > most_static_shared_bytes)
+    if (shared_bytes > most_unasked_shared_bytes)
         check(cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    static_cast<int>(shared_bytes)),

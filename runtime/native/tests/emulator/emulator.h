@@ -152,11 +152,6 @@ inline int __dp4a(int a, int b, int c) {
         c += static_cast<int8_t>(a >> (8 * i)) * static_cast<int8_t>(b >> (8 * i));
     return c;
 }
-inline uint32_t __float_as_uint(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
 inline int __float2int_rn(float x) {
     return x == x ? static_cast<int>(std::nearbyint(x)) : 0;
 }
