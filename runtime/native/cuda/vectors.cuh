@@ -32,10 +32,17 @@ constexpr uint32_t most_vector_bytes = 64u << 10;
 template <int type, int columns>
 constexpr uint32_t vector_chunk = most_vector_bytes / bytes_of_32<type> / columns / 64 * 64 * 32;
 
+// Blocks of 32 elements of a vector that have room there: an even number, as 16 byte units are swizzled in
+// eights.
+template <int type, int columns>
+__host__ __device__ __forceinline__ uint32_t vector_blocks(uint32_t n_cols) {
+    const uint32_t n = n_cols < vector_chunk<type, columns> ? n_cols : vector_chunk<type, columns>;
+    return (n / 32 + 1) / 2 * 2;
+}
+
 template <int type, int columns>
 __host__ __device__ __forceinline__ uint32_t vectors_bytes(uint32_t n_cols) {
-    const uint32_t n = n_cols < vector_chunk<type, columns> ? n_cols : vector_chunk<type, columns>;
-    return columns * (n / 32) * bytes_of_32<type>;
+    return columns * vector_blocks<type, columns>(n_cols) * bytes_of_32<type>;
 }
 
 // About two blocks a processor, or a pair of rows a warp.
@@ -58,7 +65,7 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t unit) {
 
 template <int type, int columns>
 __device__ __forceinline__ Staged staged_vectors(uint4 *shared, uint32_t n_cols) {
-    const uint32_t blocks = min(n_cols, vector_chunk<type, columns>) / 32;
+    const uint32_t blocks = vector_blocks<type, columns>(n_cols);
     return {shared, blocks * (bytes_of_32<type> / 16), blocks * 4};
 }
 
