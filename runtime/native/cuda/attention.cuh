@@ -7,6 +7,7 @@ namespace pi_cuda {
 
 constexpr int page = PI_PAGE;
 static_assert(page == warp_size, "a lane is a position of a page");
+constexpr uint32_t max_head_dim = 256;
 
 __device__ __forceinline__ const uint8_t *kv_head(const pi_gpu_kv &kv, uint32_t page_id, uint32_t head) {
     const uint64_t half_bytes = uint64_t{kv.head_dim} * page * (kv.half_precision != 0 ? 2 : 4);
@@ -27,5 +28,8 @@ __device__ __forceinline__ bool sees(const pi_gpu_step &step, uint32_t token, ui
 
 // Tiles of tokens on the matrix units; false where the shape has no such kernel.
 bool attend_tiles(pi_gpu &gpu, const pi_gpu_attention &work);
+
+// Token by token.
+void attend_tokens(pi_gpu &gpu, const pi_gpu_attention &work);
 
 } // namespace pi_cuda

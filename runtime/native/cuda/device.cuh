@@ -145,6 +145,10 @@ void launch_as(bool early, const char *what, pi_gpu &gpu, void (*kernel)(Params.
     ++gpu.n_launches;
 }
 
+// Of a processor's memory that is a cache otherwise, in percent. A processor must be empty to change it, so
+// it is the same for all kernels that may begin beside another; two blocks of any of them fit.
+constexpr int shared_percent = 72;
+
 // Queues a kernel; `what` names it in the failure.
 template <typename... Params, typename... Args>
 void launch(const char *what, pi_gpu &gpu, void (*kernel)(Params...), dim3 grid, dim3 block,
@@ -157,6 +161,9 @@ void launch(const char *what, pi_gpu &gpu, void (*kernel)(Params...), dim3 grid,
 template <typename... Params, typename... Args>
 void launch_early(const char *what, pi_gpu &gpu, void (*kernel)(Params...), dim3 grid, dim3 block,
                   size_t shared_bytes, Args... args) {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
+                               cudaFuncAttributePreferredSharedMemoryCarveout, shared_percent),
+          what);
     launch_as(gpu.overlaps && !std::exchange(gpu.rows_arrive, false), what, gpu, kernel, grid, block,
               shared_bytes, args...);
 }
@@ -187,6 +194,22 @@ __device__ inline float warp_max(float x) {
     for (int offset = warp_size / 2; offset > 0; offset /= 2)
         x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
     return x;
+}
+
+// Lanes `other` apart and less, down to row_lanes, add their 2 n sums: each lane keeps some of them, from
+// `column` on.
+template <int n, uint32_t other, uint32_t row_lanes>
+__device__ __forceinline__ void merge_lanes(float *sum, uint32_t &column) {
+    if constexpr (other >= row_lanes) {
+        const bool upper = (threadIdx.x & other) != 0;
+#pragma unroll
+        for (int j = 0; j < n; ++j) {
+            const float mine = upper ? sum[n + j] : sum[j], theirs = upper ? sum[j] : sum[n + j];
+            sum[j] = mine + __shfl_xor_sync(0xffffffffu, theirs, static_cast<int>(other));
+        }
+        column += upper ? static_cast<uint32_t>(n) : 0;
+        merge_lanes<n / 2, other / 2, row_lanes>(sum, column);
+    }
 }
 
 // With e = exp(-|g|) <= 1 nothing overflows on either side of zero.

@@ -86,22 +86,6 @@ __device__ __forceinline__ void add_rows(const pi_gpu_rows &rows, const FiringRo
     }
 }
 
-// Lanes of the same slice, `other` apart and less, add their 2 n sums of columns: each lane keeps some of
-// them, from `column` on.
-template <int n, uint32_t other, uint32_t row_lanes>
-__device__ __forceinline__ void merge_lanes(float *sum, uint32_t &column) {
-    if constexpr (other >= row_lanes) {
-        const bool upper = (threadIdx.x & other) != 0;
-#pragma unroll
-        for (int j = 0; j < n; ++j) {
-            const float mine = upper ? sum[n + j] : sum[j], theirs = upper ? sum[j] : sum[n + j];
-            sum[j] = mine + __shfl_xor_sync(0xffffffffu, theirs, static_cast<int>(other));
-        }
-        column += upper ? static_cast<uint32_t>(n) : 0;
-        merge_lanes<n / 2, other / 2, row_lanes>(sum, column);
-    }
-}
-
 // Block (c, s): columns [c * sum_columns, ...) of rows s, s + gridDim.y and so on, of which its warps take
 // one after the other. The last block of the columns adds the parts in order.
 template <int type>

@@ -239,9 +239,9 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *out, const void *) 
     out->ptxVersion = 90;
     return cudaSuccess;
 }
-enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-inline cudaError_t cudaFuncSetAttribute(const void *, int, int n_bytes) {
-    return n_bytes <= 100 << 10 ? cudaSuccess : cudaErrorMemoryAllocation;
+enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8, cudaFuncAttributePreferredSharedMemoryCarveout = 9 };
+inline cudaError_t cudaFuncSetAttribute(const void *, int, int value) { // bytes, or a share
+    return value <= 100 << 10 ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes);
 cudaError_t cudaMalloc(void **out, size_t n_bytes);
