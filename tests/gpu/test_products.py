@@ -109,7 +109,7 @@ def test_few_vectors(device: Device, kind: str, n_tokens: int) -> None:
     close(got, values_of(kind, data, n_cols), x, rounded=kind not in FLOATS)
 
 
-@pytest.mark.parametrize("n_cols", [32, 64, 224, 576, 1536, 8192, 11008])
+@pytest.mark.parametrize("n_cols", [32, 64, 288, 576, 1536, 8192, 11008])
 @pytest.mark.parametrize("kind", ["Q4_0", "F16", "Q8_0"])
 def test_row_lengths(device: Device, kind: str, n_cols: int) -> None:
     data = random_rows(kind, 19, n_cols, seed=6)

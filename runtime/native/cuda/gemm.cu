@@ -210,9 +210,6 @@ template <int tokens>
 void start_gemm(pi_gpu &gpu, const Gemm &work) {
     constexpr size_t shared_bytes = sizeof(__half) * (tokens + outputs) * depth * n_stages;
     const auto kernel = work.transposed ? gemm_kernel<tokens, true> : gemm_kernel<tokens, false>;
-    check(cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-          "taking shared memory");
     const dim3 grid(ceil_div(work.x.n_tokens, tokens), ceil_div(work.n_out, outputs));
     launch("a matrix product", gpu, kernel, grid, n_threads, shared_bytes, work);
 }

@@ -102,10 +102,6 @@ T __shfl_up_sync(uint32_t, T value, uint32_t delta) {
     const int from = emulator::lane() - static_cast<int>(delta);
     return emulator::from_lane(value, from < 0 ? emulator::lane() : from);
 }
-inline void __syncwarp() {
-    const uint8_t nothing = 0;
-    emulator::exchange(&nothing, 1);
-}
 inline uint32_t __ballot_sync(uint32_t, bool bit) {
     const uint8_t one = bit ? 1 : 0;
     const uint8_t *all = emulator::exchange(&one, 1);
