@@ -260,10 +260,7 @@ __device__ __forceinline__ void merge_spans(const pi_gpu_attention &work, const 
     for (uint32_t i = threadIdx.x; i < heads.n * head_dim; i += blockDim.x) {
         const uint32_t g = i / head_dim, d = i % head_dim;
         const float *parts = spans.out + uint64_t{first_row + g} * spans.n * head_dim + d;
-        float value = 0;
-#pragma unroll 8
-        for (uint32_t s = 0; s < spans.n; ++s)
-            value += factors[g][s] * __ldcg(parts + s * head_dim);
+        const float value = sum_of_parts(parts, spans.n, head_dim, [&](uint32_t s) { return factors[g][s]; });
         work.out[uint64_t{first_row + g} * head_dim + d] = value;
     }
 }

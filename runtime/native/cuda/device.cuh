@@ -212,6 +212,25 @@ __device__ __forceinline__ void merge_lanes(float *sum, uint32_t &column) {
     }
 }
 
+// Sum over n parts, in order, of factor_of(part) * parts[stride * part], what other blocks wrote. Eight loads
+// are on their way together, which a loop that may end at each of them would not allow.
+template <typename FactorOf>
+__device__ __forceinline__ float sum_of_parts(const float *parts, uint32_t n, uint32_t stride,
+                                              const FactorOf &factor_of) {
+    constexpr uint32_t at_once = 8;
+    float total = 0;
+    for (uint32_t begin = 0; begin < n; begin += at_once) {
+        float part[at_once];
+#pragma unroll
+        for (uint32_t j = 0; j < at_once; ++j)
+            part[j] = __ldcg(parts + uint64_t{stride} * min(begin + j, n - 1));
+#pragma unroll
+        for (uint32_t j = 0; j < at_once; ++j)
+            total += begin + j < n ? factor_of(min(begin + j, n - 1)) * part[j] : 0.0f;
+    }
+    return total;
+}
+
 // With e = exp(-|g|) <= 1 nothing overflows on either side of zero.
 __device__ __forceinline__ float silu(float g) {
     const float e = expf(-fabsf(g));

@@ -64,23 +64,24 @@ __device__ __forceinline__ void add_rows(const pi_gpu_rows &rows, const FiringRo
                                          uint32_t slice, float *sum) {
     constexpr uint32_t at_once = warp_size / row_lanes<type>, depth = slices_ahead<type>;
     typename Type<type>::Packed packed[depth];
+    if (n == 0)
+        return;
+    // The last row in place of those beyond it. Without a branch, so that each load is waited for alone.
     const auto load = [&](uint32_t d, uint32_t at) {
-        if (at >= n)
-            return;
-        const RowView row = {static_cast<const uint8_t *>(rows.data) + rows.row_stride * list[at].row,
-                             rows.n_cols / layouts[type].block_elements};
-        packed[d] = Type<type>::load(row, slice);
+        const uint64_t offset = rows.row_stride * list[min(at, n - 1)].row;
+        packed[d] = Type<type>::load(
+            {static_cast<const uint8_t *>(rows.data) + offset, rows.n_cols / layouts[type].block_elements},
+            slice);
     };
     const uint32_t first = threadIdx.x % warp_size / row_lanes<type>;
 #pragma unroll
     for (uint32_t d = 0; d < depth; ++d)
         load(d, first + d * at_once);
-    for (uint32_t begin = first; begin < n; begin += depth * at_once) {
+    for (uint32_t begin = 0; begin < n; begin += depth * at_once) {
 #pragma unroll
         for (uint32_t d = 0; d < depth; ++d) {
-            const uint32_t at = begin + d * at_once;
-            if (at < n)
-                add_values<type>(packed[d], list[at].coef, sum);
+            const uint32_t at = begin + first + d * at_once;
+            add_values<type>(packed[d], at < n ? list[at].coef : 0.0f, sum);
             load(d, at + depth * at_once);
         }
     }
@@ -104,8 +105,7 @@ __global__ void __launch_bounds__(sum_warps *warp_size, 1)
     wait_for_previous();
     for (uint32_t begin = 0; begin * gridDim.y < work.rows.n_rows; begin += sum_warps * listed) {
         const uint32_t n = list_rows(work, begin, shared.list[warp]);
-        if (slice < n_cols / width)
-            add_rows<type>(work.rows, shared.list[warp], n, slice, sum);
+        add_rows<type>(work.rows, shared.list[warp], n, min(slice, n_cols / width - 1), sum);
         __syncwarp();
     }
     uint32_t column = threadIdx.x % row_lanes<type> * width; // of the block's
@@ -128,10 +128,8 @@ __global__ void __launch_bounds__(sum_warps *warp_size, 1)
             work.partials[uint64_t{n_cols} * blockIdx.y + i] = total;
         if (!is_last_block(work.n_done + blockIdx.x, gridDim.y))
             return;
-        total = 0;
-#pragma unroll 8
-        for (uint32_t part = 0; mine && part < gridDim.y; ++part)
-            total += __ldcg(work.partials + uint64_t{n_cols} * part + i);
+        if (mine)
+            total = sum_of_parts(work.partials + i, gridDim.y, n_cols, [](uint32_t) { return 1.0f; });
     }
     if (mine)
         work.out[i] = work.add ? __ldcg(work.out + i) + total : total;

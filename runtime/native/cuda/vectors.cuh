@@ -270,12 +270,12 @@ struct Ahead {
     static constexpr uint32_t slices = depth * warp_size; // of the warp
     Packed packed[depth][gemv_rows];
 
+    // The last slice before `end` in place of those beyond it. Without a branch, so that each load is waited
+    // for alone: loads of different branches are counted together.
     __device__ __forceinline__ void load(uint32_t d, const RowPair &rows, uint32_t slice, uint32_t end) {
-        if (slice >= end)
-            return;
 #pragma unroll
         for (int r = 0; r < gemv_rows; ++r)
-            packed[d][r] = Type<type>::load(rows.row[r], slice);
+            packed[d][r] = Type<type>::load(rows.row[r], min(slice, end - 1));
     }
     __device__ __forceinline__ void begin(const RowPair &rows, uint32_t end) {
 #pragma unroll
@@ -298,12 +298,17 @@ multiply_range(Ahead<type> &ahead, const RowPair &rows, uint32_t begin, uint32_t
         const uint32_t from_end = more ? end : next_end;
 #pragma unroll
         for (uint32_t d = 0; d < Ahead<type>::depth; ++d) {
-            const uint32_t slice = at + d * warp_size + lane;
-            if (slice < end) {
-                if constexpr (is_quantised<type>)
-                    add_rounded<type, columns>(ahead.packed[d], vectors, slice - begin, sum);
-                else
-                    add_floats<type, columns>(ahead.packed[d], vectors, slice - begin, sum);
+            const uint32_t slice = at + d * warp_size + lane, of_chunk = min(slice, end - 1) - begin;
+            float part[gemv_rows][columns] = {};
+            if constexpr (is_quantised<type>)
+                add_rounded<type, columns>(ahead.packed[d], vectors, of_chunk, part);
+            else
+                add_floats<type, columns>(ahead.packed[d], vectors, of_chunk, part);
+#pragma unroll
+            for (int r = 0; r < gemv_rows; ++r) {
+#pragma unroll
+                for (int c = 0; c < columns; ++c)
+                    sum[r][c] += slice < end ? part[r][c] : 0.0f;
             }
             ahead.load(d, from, from_begin + d * warp_size + lane, from_end);
         }
@@ -317,13 +322,13 @@ struct Pairs {
     uint32_t n; // one beyond the last, of all blocks
 };
 
-// A warp's first pair on its way. rows_of(pair) are its RowPair.
+// A warp's first pair on its way, or a slice of the last where it has none. rows_of(pair) are its RowPair.
 template <int type, int columns, typename RowsOf>
 __device__ __forceinline__ void begin_pairs(Ahead<type> &ahead, const Pairs &pairs, uint32_t n_cols,
                                             const RowsOf &rows_of) {
     const uint32_t pair = pairs.begin + threadIdx.x / warp_size;
-    if (pair < pairs.n)
-        ahead.begin(rows_of(pair), min(n_cols, vector_chunk<type, columns>) / Type<type>::width);
+    const uint32_t end = min(n_cols, vector_chunk<type, columns>) / Type<type>::width;
+    ahead.begin(rows_of(min(pair, pairs.n - 1)), pair < pairs.n ? end : 1);
 }
 
 // Calls finish(pair, sum) for the warp's pairs, sum[row][column] in all lanes; begin_pairs() came before.
@@ -343,7 +348,8 @@ __device__ __forceinline__ void multiply_pairs(Ahead<type> &ahead, const Pairs &
             const uint32_t end = min(begin + chunk, n_slices);
             const bool last = end == n_slices;
             const uint32_t next_begin = last ? 0 : end;
-            const uint32_t next_end = !last || more ? min(next_begin + chunk, n_slices) : 0;
+            const uint32_t next_end =
+                !last || more ? min(next_begin + chunk, n_slices) : 1; // a slice as good as none
             vectors.stage(begin * width);
             if (mine)
                 multiply_range<type, columns>(ahead, rows, begin, end, choose(last, next, rows), next_begin,
