@@ -137,10 +137,8 @@ __global__ void __launch_bounds__(gemv_threads, 2)
     if (work.gate != nullptr) {
         gate_products<type>(work, list, open, n_active, ahead, vectors);
         __syncthreads();
-        up_products<type>(work, open, ahead, vectors);
-    } else {
-        up_products<type>(work, list, ahead, vectors);
     }
+    up_products<type>(work, work.gate != nullptr ? open : list, ahead, vectors);
     if (threadIdx.x != 0 || work.n_active == nullptr)
         return;
     if (work.n_masked != nullptr && n_listed > 0)

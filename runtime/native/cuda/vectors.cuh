@@ -89,7 +89,8 @@ __device__ __forceinline__ void put_rounded(const Staged &to, uint32_t column, u
     for (int lanes = 1; lanes < 8; lanes *= 2)
         peak_bits = max(peak_bits, __shfl_xor_sync(0xffffffffu, peak_bits, lanes));
     const float peak = __uint_as_float(peak_bits);
-    const float inverse = peak > 1e-30f ? most_rounded / peak : 0.0f; // below, 1 / peak may overflow
+    // Below, 1 / peak may overflow. A last bit of the quotient is nothing beside the rounding.
+    const float inverse = peak > 1e-30f ? __fdividef(most_rounded, peak) : 0.0f;
     const int a = __float2int_rn(x.x * inverse), b = __float2int_rn(x.y * inverse),
               c = __float2int_rn(x.z * inverse), d = __float2int_rn(x.w * inverse);
     int sum = a + b + c + d;
@@ -105,13 +106,14 @@ __device__ __forceinline__ void put_rounded(const Staged &to, uint32_t column, u
     reinterpret_cast<uint32_t *>(units + swizzled(unit + 1))[word] = four_bytes(a, b, c, d);
     if (f % 8 == 0)
         reinterpret_cast<int4 *>(units + to.n_units)[f / 8] = {
-            static_cast<int>(__float_as_uint(peak / most_rounded)), sum, other, sum + other};
+            static_cast<int>(__float_as_uint(peak * (1.0f / most_rounded))), sum, other, sum + other};
 }
 
 // Elements [begin, begin + n) of the vectors, times the gains; squares: of what the thread met.
 template <int type, int columns>
 __device__ __forceinline__ void stage_vectors(const Vectors &vectors, uint32_t begin, uint32_t n,
                                               const Staged &to, float (&squares)[columns]) {
+    constexpr uint32_t at_once = 4; // loads of a thread
     const auto *gain =
         reinterpret_cast<const float4 *>(vectors.gain == nullptr ? nullptr : vectors.gain + begin);
 #pragma unroll
@@ -119,21 +121,32 @@ __device__ __forceinline__ void stage_vectors(const Vectors &vectors, uint32_t b
         const uint32_t column = min(static_cast<uint32_t>(c), vectors.n_columns - 1);
         const auto *from =
             reinterpret_cast<const float4 *>(vectors.x + uint64_t{vectors.n_cols} * column + begin);
-        for (uint32_t first = threadIdx.x / warp_size * warp_size; first < n / 4; first += blockDim.x) {
-            const uint32_t f = first + threadIdx.x % warp_size;
-            const bool inside = f < n / 4;
-            float4 x = {0, 0, 0, 0};
-            if (inside)
-                x = __ldcg(from + f);
-            if (inside && gain != nullptr) {
-                squares[c] += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
-                const float4 g = gain[f];
-                x = {x.x * g.x, x.y * g.y, x.z * g.z, x.w * g.w};
+        const uint32_t lane = threadIdx.x % warp_size, end = n / 4;
+        for (uint32_t first = threadIdx.x - lane; first < end; first += at_once * blockDim.x) {
+            float4 x[at_once], g[at_once] = {};
+#pragma unroll
+            for (uint32_t j = 0; j < at_once; ++j)
+                x[j] = __ldcg(from + min(first + j * blockDim.x + lane, end - 1));
+            if (gain != nullptr) {
+#pragma unroll
+                for (uint32_t j = 0; j < at_once; ++j)
+                    g[j] = gain[min(first + j * blockDim.x + lane, end - 1)];
             }
-            if constexpr (is_quantised<type>)
-                put_rounded(to, static_cast<uint32_t>(c), f, x, inside);
-            else if (inside)
-                reinterpret_cast<float4 *>(to.units + c * to.stride)[swizzled(f)] = x;
+#pragma unroll
+            for (uint32_t j = 0; j < at_once; ++j) {
+                const uint32_t f = first + j * blockDim.x + lane;
+                const bool inside = f < end;
+                if (!inside)
+                    x[j] = {0, 0, 0, 0};
+                if (gain != nullptr) {
+                    squares[c] += x[j].x * x[j].x + x[j].y * x[j].y + x[j].z * x[j].z + x[j].w * x[j].w;
+                    x[j] = {x[j].x * g[j].x, x[j].y * g[j].y, x[j].z * g[j].z, x[j].w * g[j].w};
+                }
+                if constexpr (is_quantised<type>)
+                    put_rounded(to, static_cast<uint32_t>(c), f, x[j], inside);
+                else if (inside)
+                    reinterpret_cast<float4 *>(to.units + c * to.stride)[swizzled(f)] = x[j];
+            }
         }
     }
 }

@@ -148,6 +148,9 @@ inline int __dp4a(int a, int b, int c) {
         c += static_cast<int8_t>(a >> (8 * i)) * static_cast<int8_t>(b >> (8 * i));
     return c;
 }
+inline float __fdividef(float a, float b) {
+    return a / b;
+}
 inline int __float2int_rn(float x) {
     return x == x ? static_cast<int>(std::nearbyint(x)) : 0;
 }
