@@ -33,11 +33,12 @@ def chosen_device(name: str | None) -> str:
 
 def check_device(name: str | None) -> None:
     """Refuse a device that is not here or does not compute. Raises UsageError."""
+    chosen = chosen_device(name)
     try:
-        torch.ones(1, device=chosen_device(name)).item()
+        torch.ones(1, device=chosen).item()
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as failure:
         raise UsageError(
-            f"torch cannot compute on device {name!r} here",
+            f"torch cannot compute on device {chosen!r} here",
             hint=f"cpu works anywhere; CUDA devices that torch sees: {torch.cuda.device_count()}",
         ) from failure
 

@@ -133,9 +133,20 @@ def _run(
         if debug or isinstance(failure, BrokenPipeError):
             raise
         return _report(failure)
+    except RuntimeError as failure:
+        if debug or not _is_of_device_memory(failure):
+            raise
+        console.error("out of GPU memory", "ask for less at once, free the GPU, or use another")
+        return ExitCode.DOES_NOT_FIT
     except KeyboardInterrupt:
         return _interrupted(argv)
     return ExitCode.OK
+
+
+def _is_of_device_memory(failure: RuntimeError) -> bool:
+    """Return whether torch says so, which is imported only where it is needed."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(failure, torch.cuda.OutOfMemoryError)
 
 
 def _interrupted(argv: Sequence[str] | None) -> ExitCode:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -262,6 +264,36 @@ def test_settings_that_are_refused(sparse, predicted, text, capsys, flags, code,
     done = run_command(pi_verify, capsys, sparse, predicted, *words)
     assert (done.code, done.out) == (code, "")
     assert said in done.err
+
+
+def test_a_gpu_that_is_taken_unasked_and_does_not_compute(
+    sparse, predicted, text, capsys, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", _fail(RuntimeError("no kernel image")))
+    done = run_command(pi_verify, capsys, sparse, predicted, "-f", text)
+    assert (done.code, done.out) == (2, "")
+    assert "error: torch cannot compute on device 'cuda' here" in done.err
+    assert "hint: cpu works anywhere" in done.err
+
+
+def test_a_gpu_that_is_too_small(sparse, predicted, text, capsys, monkeypatch):
+    """torch says that by an error of its own, a RuntimeError."""
+    full = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    monkeypatch.setattr(
+        "powerinfer_toolkit.recipes.verify.torch_side.TorchSide.logits", _fail(full)
+    )
+    done = run_command(pi_verify, capsys, sparse, predicted, "-f", text, "--max_length", "64")
+    assert (done.code, done.out) == (3, "")
+    assert "error: out of GPU memory" in done.err
+    assert "Traceback" not in done.err
+
+
+def _fail(failure: Exception) -> Callable[..., NoReturn]:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise failure
+
+    return fail
 
 
 def test_distance_and_loss_are_what_they_say(monkeypatch):
