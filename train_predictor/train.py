@@ -80,8 +80,8 @@ def train_predictors(
     for allowed, found in zip(settings.target_perplexity_loss, measures, strict=True):
         overall = found.overall()
         console.info(
-            f"within {allowed:.1%} of perplexity: {overall['bytes']:.1%} of the FFN's bytes at "
-            f"{overall['perplexity_loss']:+.2%}, recall {overall['recall']:.1%}"
+            f"calibrated to {100 * allowed:+g}% perplexity: {overall['bytes']:.1%} of the FFN's bytes, "
+            f"{overall['perplexity_loss']:+.2%} on the test text, recall {overall['recall']:.1%}"
         )
     report = {
         "settings": to_mapping(settings),

@@ -163,6 +163,22 @@ def test_attention_of_a_query_is_its_own(isa: str, kv_type: Type) -> None:
         assert_bits_equal(lse, whole_lse[:n])
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6])  # 1e6 is beyond float16
+@every_isa
+def test_a_value_that_is_not_finite_spoils_no_more_than_in_float(isa: str, bad: float) -> None:
+    if isa not in ROUNDED_ATTENTION:
+        pytest.skip("factors are never rounded")
+    q, k, v = normal((19, 72)), normal((90, 72), seed=1), normal((90, 72), seed=2)
+    v[-1] = bad  # seen by the last query alone; float kernels compute a few queries together
+    rounded, in_float = (
+        kernels.attention(isa, kv_type, q, k, v, 0.1)[0] for kv_type in (Type.BF16, Type.F16)
+    )
+    spoilt = ~np.isfinite(in_float).all(axis=1)
+    assert spoilt[-1]
+    assert not spoilt[:-4].any()
+    assert_bits_equal(rounded, in_float)
+
+
 @every_isa
 @pytest.mark.parametrize("shift", [-5e4, 5e4])
 def test_attention_of_large_scores(isa: str, shift: float) -> None:

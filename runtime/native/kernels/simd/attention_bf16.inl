@@ -110,7 +110,9 @@ void attend_rounded_rest(const pi_attend *a, const RoundedPages &of, int64_t fir
 }
 
 void attend_rounded(const pi_attend *a) {
-    const RoundedPages of = round_pages<F16Value>(a);
+    const RoundedPages of = rounded_pages(a);
+    if (!round_pages<F16Value>(a, of))
+        return attend<F16Value>(a);
     int64_t first = 0;
     for (; first + score_queries <= a->n_q; first += score_queries)
         attend_rounded_group<score_queries>(a, of, first);

@@ -70,15 +70,16 @@ inline vfloat load_some(const typename Value::Element *p, int64_t n) {
     return n == lanes ? Value::load(p) : n == 0 ? vzero() : Value::load_part(p, n);
 }
 
-// Values of positions that no query sees may be anything: they become 0.
+// Values of positions that no query sees may be anything: they become 0. False if others are not finite.
 template <typename Value>
-void round_values(const pi_attend *a, int64_t page, const RoundedPages &to) {
+bool round_values(const pi_attend *a, int64_t page, const RoundedPages &to) {
     uint32_t seen = 0;
     for (int64_t i = 0; i < a->n_q; ++i)
         seen |= a->visible[page * a->n_q + i];
     const auto *v = static_cast<const typename Value::Element *>(a->v[page]);
     const auto *ahead = static_cast<const typename Value::Element *>(a->v[page + PI_ATTEND_AHEAD]);
     uint32_t *out = to.v + page * page_pairs * to.depth;
+    vfloat off = vzero(); // of x - x: 0, or NaN
     for (int64_t pair = 0; pair < page_pairs; ++pair, v += 2 * a->head_dim, ahead += 2 * a->head_dim) {
         const bool sees_first = seen >> (2 * pair) & 1, sees_second = seen >> (2 * pair + 1) & 1;
         for (int64_t d = 0; d < to.depth; d += lanes, out += lanes) {
@@ -88,19 +89,23 @@ void round_values(const pi_attend *a, int64_t page, const RoundedPages &to) {
             const vfloat first = sees_first ? load_some<Value>(v + d, n) : vzero();
             const vfloat second = sees_second ? load_some<Value>(v + a->head_dim + d, n) : vzero();
             store_pairs(out, bf16_pairs(first, second));
+            off = vadd(off, vadd(vsub(first, first), vsub(second, second)));
         }
     }
+    return vsum(off) == 0;
 }
 
+// False if a value that is seen is not finite: products of all queries would bring it to those that do not
+// see it, as 0 * NaN. The call is not to be computed from rounded pages then.
 template <typename Value>
-RoundedPages round_pages(const pi_attend *a) {
-    const RoundedPages of = rounded_pages(a);
-    round_queries(a, of);
+bool round_pages(const pi_attend *a, const RoundedPages &to) {
+    round_queries(a, to);
+    bool finite = true;
     for (int64_t page = 0; page < a->n_pages; ++page) {
-        round_keys<Value>(a, page, of);
-        round_values<Value>(a, page, of);
+        round_keys<Value>(a, page, to);
+        finite = round_values<Value>(a, page, to) && finite;
     }
-    return of;
+    return finite;
 }
 
 // 2^x, x <= 0, as far off as 1.1e-4 of it: a twentieth of what rounding the weight may cost. The polynomial

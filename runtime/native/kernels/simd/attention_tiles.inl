@@ -60,7 +60,9 @@ inline void tile_values(const pi_attend *a, const RoundedPages &of, int64_t firs
 }
 
 void attend_tiles(const pi_attend *a) {
-    const RoundedPages of = round_pages<F16Value>(a);
+    const RoundedPages of = rounded_pages(a);
+    if (!round_pages<F16Value>(a, of))
+        return attend<F16Value>(a);
     alignas(64) float scores[tile_side][most_positions];
     alignas(64) uint32_t p[tile_side][position_pairs] = {};
     float shrink[tile_side];
