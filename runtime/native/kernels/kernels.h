@@ -74,20 +74,22 @@ typedef struct pi_type_kernels {
 } pi_type_kernels;
 
 #define PI_ATTEND_PAGES 4 /* most pages of a call */
-#define PI_ATTEND_AHEAD 2 /* pages that are fetched ahead of their use */
 
 /* Queries that share one KV head, against some pages of it. The softmax is kept online: after the last call
  * out[i] / sum[i] is the attention output and peak[i] + log(sum[i]) its log-sum-exp. Start: peak -inf, sum 0,
  * out 0. */
 typedef struct pi_attend {
-    const float *q; /* [n_q, head_dim], already scaled by 1/sqrt(head_dim) */
-    const void *k[PI_ATTEND_PAGES + PI_ATTEND_AHEAD]; /* of each page [head_dim, PI_PAGE] */
-    const void *v[PI_ATTEND_PAGES + PI_ATTEND_AHEAD]; /* of each page [PI_PAGE, head_dim] */
+    const float *q;                 /* [n_q, head_dim], already scaled by 1/sqrt(head_dim) */
+    const void *k[PI_ATTEND_PAGES]; /* of each page [head_dim, PI_PAGE] */
+    const void *v[PI_ATTEND_PAGES]; /* of each page [PI_PAGE, head_dim] */
+    /* of the next calls, each as large as the keys of a page: fetched one by one while the call goes through
+     * its keys and values. Any address will do after the last. */
+    const void *ahead[2 * PI_ATTEND_PAGES];
     const uint32_t *visible; /* [n_pages, n_q] bit p: query i sees position p of the page */
-    int64_t n_pages; /* k and v go on with those of the next calls; any address will do after the last */
-    float *out;      /* [n_q, head_dim] */
-    float *peak;     /* [n_q] */
-    float *sum;      /* [n_q] */
+    int64_t n_pages;
+    float *out;  /* [n_q, head_dim] */
+    float *peak; /* [n_q] */
+    float *sum;  /* [n_q] */
     int64_t n_q;
     int64_t head_dim;
     void *room; /* of attend_rounded: PI_ATTEND_ROOM(n_q, head_dim) bytes */

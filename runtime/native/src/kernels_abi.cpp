@@ -169,11 +169,13 @@ void attend_pages(const pi_kernels &kernels, const Attention &attention, pi_atte
             const std::vector<uint32_t> seen = visible_positions(attention.n_q, attention.n_positions, begin);
             visible.insert(visible.end(), seen.begin(), seen.end());
         }
-        for (size_t i = 0; i < PI_ATTEND_PAGES + PI_ATTEND_AHEAD; ++i) {
+        for (size_t i = 0; i < PI_ATTEND_PAGES; ++i) {
             const Page &page = pages[std::min(i, pages.size() - 1)];
             a.k[i] = attention.half() ? static_cast<const void *>(page.half_keys.data()) : page.keys.data();
             a.v[i] =
                 attention.half() ? static_cast<const void *>(page.half_values.data()) : page.values.data();
+            a.ahead[2 * i] = a.k[i];
+            a.ahead[2 * i + 1] = a.v[i];
         }
         a.n_pages = static_cast<int64_t>(pages.size());
         a.visible = visible.data();

@@ -66,26 +66,33 @@ HostPages::HostPages(const KvShape &shape, const std::vector<uint8_t> &elsewhere
         place_[layers_[i]] = i;
 }
 
-uint8_t *HostPages::at(uint32_t layer, uint32_t page) const {
-    return memory_.data() + (uint64_t{place_[layer]} * shape_.n_pages + page) * shape_.layer_page_bytes();
+uint8_t *HostPages::at(uint32_t layer, uint32_t page, uint32_t kv_head) const {
+    const uint64_t first = (uint64_t{place_[layer]} * shape_.n_kv_heads + kv_head) * shape_.n_pages;
+    return memory_.data() + (first + page) * shape_.head_bytes();
 }
 
 void HostPages::clear(uint32_t page) {
-    for (const uint32_t layer : layers_)
-        std::memset(at(layer, page), 0, shape_.layer_page_bytes());
+    for (const uint32_t layer : layers_) {
+        for (uint32_t head = 0; head < shape_.n_kv_heads; ++head)
+            std::memset(at(layer, page, head), 0, shape_.head_bytes());
+    }
 }
 
 void HostPages::copy(uint32_t from, uint32_t to) {
-    for (const uint32_t layer : layers_)
-        std::memcpy(at(layer, to), at(layer, from), shape_.layer_page_bytes());
+    for (const uint32_t layer : layers_) {
+        for (uint32_t head = 0; head < shape_.n_kv_heads; ++head)
+            std::memcpy(at(layer, to, head), at(layer, from, head), shape_.head_bytes());
+    }
 }
 
 void HostPages::read(uint32_t layer, uint32_t page, uint8_t *out) const {
-    std::memcpy(out, at(layer, page), shape_.layer_page_bytes());
+    for (uint32_t head = 0; head < shape_.n_kv_heads; ++head, out += shape_.head_bytes())
+        std::memcpy(out, at(layer, page, head), shape_.head_bytes());
 }
 
 void HostPages::write(uint32_t layer, uint32_t page, const uint8_t *data) {
-    std::memcpy(at(layer, page), data, shape_.layer_page_bytes());
+    for (uint32_t head = 0; head < shape_.n_kv_heads; ++head, data += shape_.head_bytes())
+        std::memcpy(at(layer, page, head), data, shape_.head_bytes());
 }
 
 KvCache::KvCache(const KvShape &shape, std::unique_ptr<KvHome> device, std::vector<uint8_t> on_device)
@@ -104,7 +111,7 @@ const KvCache::Table &KvCache::table(int32_t sequence) const {
 }
 
 uint8_t *KvCache::head(uint32_t layer, uint32_t page, uint32_t kv_head) const {
-    return host_->at(layer, page) + kv_head * 2 * shape_.half_bytes();
+    return host_->at(layer, page, kv_head);
 }
 
 KvHome &KvCache::home(uint32_t layer) const {

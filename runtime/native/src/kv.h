@@ -22,7 +22,8 @@ struct KvShape {
 
     // Bytes of K (or of V) of one head of a page.
     uint64_t half_bytes() const { return uint64_t{head_dim} * PI_PAGE * element_bytes; }
-    uint64_t layer_page_bytes() const { return uint64_t{n_kv_heads} * 2 * half_bytes(); }
+    uint64_t head_bytes() const { return 2 * half_bytes(); }
+    uint64_t layer_page_bytes() const { return n_kv_heads * head_bytes(); }
     uint64_t page_bytes() const { return n_layers * layer_page_bytes(); }
 };
 
@@ -55,7 +56,7 @@ class Reservation {
     uint8_t *data_;
 };
 
-// Pages in the host's memory.
+// Pages in the host's memory: those of a layer's head follow each other, since attention reads them so.
 class HostPages final : public KvHome {
   public:
     // Reserves room for every page of the layers whose `elsewhere` is 0 (empty: all of them). Throws Error
@@ -66,7 +67,8 @@ class HostPages final : public KvHome {
     void copy(uint32_t from, uint32_t to) override;
     void read(uint32_t layer, uint32_t page, uint8_t *out) const override;
     void write(uint32_t layer, uint32_t page, const uint8_t *data) override;
-    uint8_t *at(uint32_t layer, uint32_t page) const;
+    // head_bytes
+    uint8_t *at(uint32_t layer, uint32_t page, uint32_t kv_head) const;
     uint64_t n_bytes() const { return memory_.n_bytes(); }
 
   private:

@@ -13,9 +13,10 @@ namespace {
 constexpr int64_t page_vectors = PI_PAGE / lanes;
 constexpr int64_t most_positions = PI_ATTEND_PAGES * PI_PAGE;
 
-// The page to fetch while this one is used; the first group of queries does it for all.
-inline const void *page_ahead(const void *const *pages, int64_t first, int64_t page) {
-    return pages[first == 0 ? page + PI_ATTEND_AHEAD : page];
+// What to fetch while `part` of the call's keys and values, `used`, is gone through; the first group of
+// queries does it for all.
+inline const char *part_ahead(const pi_attend *a, int64_t first, int64_t part, const void *used) {
+    return static_cast<const char *>(first == 0 ? a->ahead[part] : used);
 }
 
 template <int64_t n_bytes>
@@ -29,7 +30,7 @@ template <typename Value, int64_t n_q>
 inline void page_scores(const pi_attend *a, int64_t first, int64_t page, float (*scores)[most_positions]) {
     const float *q = a->q + first * a->head_dim;
     const auto *k = static_cast<const typename Value::Element *>(a->k[page]);
-    const auto *ahead = static_cast<const char *>(page_ahead(a->k, first, page));
+    const char *ahead = part_ahead(a, first, page, k);
     vfloat sums[n_q][page_vectors];
     for (int64_t i = 0; i < n_q; ++i) {
         for (int64_t j = 0; j < page_vectors; ++j)
@@ -117,6 +118,7 @@ inline void weigh_values(const pi_attend *a, int64_t first, int64_t d, int64_t n
                          const uint32_t *positions) {
     float *out = a->out + first * a->head_dim + d;
     const bool whole = n == vectors * lanes;
+    constexpr int64_t element_bytes = sizeof(typename Value::Element);
     vfloat sums[n_q][vectors];
     for (int64_t i = 0; i < n_q; ++i) {
         const float *row = out + i * a->head_dim;
@@ -126,9 +128,10 @@ inline void weigh_values(const pi_attend *a, int64_t first, int64_t d, int64_t n
     }
     for (int64_t page = 0; page < a->n_pages; ++page) {
         const auto *v = static_cast<const typename Value::Element *>(a->v[page]) + d;
-        const auto *ahead = static_cast<const typename Value::Element *>(page_ahead(a->v, first, page)) + d;
-        for (int64_t position = 0; position < PI_PAGE; ++position, v += a->head_dim, ahead += a->head_dim) {
-            prefetch_bytes_of<vectors * lanes * sizeof *v>(reinterpret_cast<const char *>(ahead));
+        const char *ahead = part_ahead(a, first, a->n_pages + page, a->v[page]) + d * PI_PAGE * element_bytes;
+        for (int64_t position = 0; position < PI_PAGE;
+             ++position, v += a->head_dim, ahead += n * element_bytes) {
+            prefetch_bytes_of<vectors * lanes * element_bytes>(ahead);
             if (!(positions[page] >> position & 1))
                 continue;
             for (int64_t j = 0; j < vectors; ++j) {

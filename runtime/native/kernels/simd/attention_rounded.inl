@@ -51,7 +51,7 @@ void round_queries(const pi_attend *a, const RoundedPages &to) {
 template <typename Value>
 void round_keys(const pi_attend *a, int64_t page, const RoundedPages &to) {
     const auto *k = static_cast<const typename Value::Element *>(a->k[page]);
-    const auto *ahead = static_cast<const typename Value::Element *>(a->k[page + PI_ATTEND_AHEAD]);
+    const auto *ahead = static_cast<const typename Value::Element *>(a->ahead[2 * page]);
     uint32_t *out = to.k + page * to.depth / 2 * PI_PAGE;
     for (int64_t d = 0; d < to.depth; d += 2, k += 2 * PI_PAGE, ahead += 2 * PI_PAGE) {
         if (d < a->head_dim)
@@ -77,7 +77,7 @@ bool round_values(const pi_attend *a, int64_t page, const RoundedPages &to) {
     for (int64_t i = 0; i < a->n_q; ++i)
         seen |= a->visible[page * a->n_q + i];
     const auto *v = static_cast<const typename Value::Element *>(a->v[page]);
-    const auto *ahead = static_cast<const typename Value::Element *>(a->v[page + PI_ATTEND_AHEAD]);
+    const auto *ahead = static_cast<const typename Value::Element *>(a->ahead[2 * page + 1]);
     uint32_t *out = to.v + page * page_pairs * to.depth;
     vfloat off = vzero(); // of x - x: 0, or NaN
     for (int64_t pair = 0; pair < page_pairs; ++pair, v += 2 * a->head_dim, ahead += 2 * a->head_dim) {

@@ -165,6 +165,14 @@ class Attention {
         return args_.cache->head(args_.layer, at, task.kv_head);
     }
 
+    // The same where pages beyond the task's are those of the next one.
+    const uint8_t *keys_ahead(const Task &task, const Task &next, uint32_t page) const {
+        if (page < task.tile.page_end)
+            return keys(task, page);
+        const uint32_t beyond = page - task.tile.page_end;
+        return keys(next, std::min(next.tile.page_begin + beyond, next.tile.page_end - 1));
+    }
+
     // Pages [first, first + work.n_pages) of the task's sequence; visible: room for [n_pages, n_q].
     void attend_pages(const Task &task, const Task &next, uint32_t first, uint32_t *visible,
                       pi_attend &work) const {
@@ -174,14 +182,14 @@ class Attention {
             for (uint32_t token = tile.token_begin; token < tile.token_end; ++token, visible += group_)
                 std::fill_n(visible, group_, step_.visible(token, first + i));
         }
-        for (uint32_t i = 0; i < PI_ATTEND_PAGES + PI_ATTEND_AHEAD; ++i) {
-            const uint32_t page = first + i, beyond = page - std::min(page, tile.page_end);
-            const uint8_t *head =
-                page < tile.page_end
-                    ? keys(task, page)
-                    : keys(next, std::min(next.tile.page_begin + beyond, next.tile.page_end - 1));
+        const uint64_t half_bytes = args_.cache->shape().half_bytes();
+        const auto end = first + static_cast<uint32_t>(work.n_pages);
+        for (uint32_t i = 0; i < work.n_pages; ++i) {
+            const uint8_t *head = keys(task, first + i), *ahead = keys_ahead(task, next, end + i);
             work.k[i] = head;
-            work.v[i] = head + args_.cache->shape().half_bytes();
+            work.v[i] = head + half_bytes;
+            work.ahead[2 * i] = ahead; // in the order of memory, which comes faster than any other
+            work.ahead[2 * i + 1] = ahead + half_bytes;
         }
         const pi_kernels &kernels = stream_.kernels;
         (room_ != nullptr                          ? kernels.attend_rounded
