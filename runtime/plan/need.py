@@ -34,6 +34,7 @@ ROUNDING_BYTES = 16 * 2**20  # of allocations to pages of the device
 GRAPH_BYTES = 32 * 2**20  # kept for recorded steps
 LOGIT_ROWS = 64  # rows of the head computed at a time
 MAX_TOP = 256  # largest logits that are found of a row
+TOP_LOGITS, TOP_ROWS = 2048, 16  # of a list of them, and of rows that have lists at a time
 PREDICTED_TOGETHER = 16  # tokens that the predictor runs for at a time
 
 
@@ -136,7 +137,7 @@ def _working_bytes(shape: ModelShape, plan: Plan, device: Device) -> int:
     spans = math.ceil(4 * device.n_processors / shape.n_kv_heads)
     attention = (n + spans) * shape.n_heads * (shape.head_dim + 2)
     sums = (2 * device.n_processors + shape.n_embd // 1024 + 1) * 1024
-    tops = min(n, 16) * math.ceil(shape.n_vocab / 2048) * 2 * (MAX_TOP + 1)
+    tops = min(n, TOP_ROWS) * math.ceil(shape.n_vocab / TOP_LOGITS) * 2 * (MAX_TOP + 1)
     longest = max(shape.n_ff, shape.n_embd, n_q) + 32
     halves = n * (2 * longest + 4)
     tile = TILE_BYTES + 64 * longest

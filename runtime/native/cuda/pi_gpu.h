@@ -17,6 +17,8 @@ extern "C" {
 #define PI_GPU_ABI 4u
 #define PI_GPU_ENTRY "pi_gpu_api_get"
 #define PI_GPU_MAX_PRODUCTS 4
+#define PI_GPU_TOP_LOGITS 2048u /* of a row that a block of top searches */
+#define PI_GPU_TOP_ROWS 16u     /* that have lists at a time */
 
 typedef struct pi_gpu pi_gpu;             /* an open device: context, stream, memory under a budget */
 typedef struct pi_gpu_graph pi_gpu_graph; /* recorded operations */

@@ -11,9 +11,8 @@ namespace pi_cuda {
 namespace {
 
 constexpr uint32_t threads = 512;
-constexpr uint32_t each = 4; // logits of a thread
-constexpr uint32_t block_logits = threads * each;
-constexpr uint32_t rows_together = 16; // of a launch: bounds its scratch
+constexpr uint32_t block_logits = PI_GPU_TOP_LOGITS;
+constexpr uint32_t each = block_logits / threads; // logits of a thread
 constexpr uint32_t all_lanes = 0xffffffffu;
 
 static_assert(PI_MAX_TOP <= threads, "every key of a threshold's thread is one group");
@@ -218,7 +217,7 @@ int32_t top(pi_gpu *gpu, const float *logits, uint32_t n_rows, uint32_t n_vocab,
             throw Failure{PI_FAILURE, std::to_string(n_top) + " largest logits: the device finds 1 to " +
                                           std::to_string(PI_MAX_TOP)};
         const uint32_t n_parts = ceil_div(n_vocab, block_logits);
-        const uint32_t most = std::min(n_rows, rows_together);
+        const uint32_t most = std::min(n_rows, PI_GPU_TOP_ROWS);
         Top work{};
         work.lists = scratch_of<Key>(device, device.partials, uint64_t{most} * n_parts * (n_top + 1));
         work.sums = reinterpret_cast<float2 *>(work.lists + uint64_t{most} * n_parts * n_top);

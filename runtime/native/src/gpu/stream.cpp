@@ -16,8 +16,8 @@ void reserve_scratch(const GpuDevice &device, const ModelConfig &config, uint64_
     const uint64_t spans = (4 * processors + config.n_kv_heads - 1) / config.n_kv_heads;
     const uint64_t attention = (n + spans) * config.n_heads * (config.head_dim + 2);
     const uint64_t sums = (2 * processors + config.n_embd / 1024 + 1) * 1024;
-    // Lists of the largest logits: of 16 rows, one for every 2,048 of a row.
-    const uint64_t tops = std::min<uint64_t>(n, 16) * ((config.n_vocab + 2047) / 2048) * 2 * (PI_MAX_TOP + 1);
+    const uint64_t top_lists = (config.n_vocab + PI_GPU_TOP_LOGITS - 1) / PI_GPU_TOP_LOGITS;
+    const uint64_t tops = std::min<uint64_t>(n, PI_GPU_TOP_ROWS) * top_lists * 2 * (PI_MAX_TOP + 1);
     const uint64_t longest = std::max({config.n_ff, config.n_embd, config.n_embd_q()}) + uint64_t{32};
     device.call(&pi_gpu_api::reserve, std::max({attention, sums, tops}) * sizeof(float),
                 n * (2 * longest + sizeof(float)), tile_bytes + uint64_t{64} * longest, graph_bytes);
