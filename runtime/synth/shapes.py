@@ -40,6 +40,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         SynthShape("tiny", 4, 512, 2048, 8, 4, 1024, 2048),  # no published model: for tests
+        SynthShape("135m", 30, 576, 1536, 9, 3, 49152, 8192, 100000.0),  # SmolLM2-135M
         SynthShape("1b", 22, 2048, 5632, 32, 4, 32000, 2048),  # TinyLlama-1.1B
         SynthShape("7b", 32, 4096, 11008, 32, 32, 32000, 4096),  # Llama-2-7B
         SynthShape("mistral-7b", 32, 4096, 14336, 32, 8, 32000, 32768),

@@ -13,7 +13,7 @@ from powerinfer_toolkit.errors import UsageError
 from powerinfer_toolkit.gguf_format import ALIGNMENT, GGUF_MAGIC, TensorType
 from powerinfer_toolkit.gguf_header import gguf_header, padded
 from powerinfer_toolkit.gguf_keys import PackedKey, pack
-from powerinfer_toolkit.gguf_types import is_packed, predictor_types
+from powerinfer_toolkit.gguf_types import block_elements, is_packed, predictor_types
 from powerinfer_toolkit.runtime.synth.firing import Firing, Locality, firing
 from powerinfer_toolkit.runtime.synth.keys import (
     ffn_keys,
@@ -51,6 +51,7 @@ def write_synth(settings: SynthSettings) -> int:
     shape = find_shape(settings.shape)
     n_layers = _checked_layers(settings.n_layers, shape)
     _check_zeros(settings)
+    _check_blocks(settings.outtype, shape)
     check_target(settings.output, force=settings.force)
     neurons = firing(shape.n_ff, settings.locality, settings.zeros)
     seed = zlib.crc32(shape.name.encode())
@@ -90,6 +91,14 @@ def _check_zeros(settings: SynthSettings) -> None:
     if not 0.05 <= settings.zeros <= 0.99:
         raise UsageError(
             f"a share of zeros of {settings.zeros} cannot be had", hint="give 0.05 to 0.99"
+        )
+
+
+def _check_blocks(matrix: TensorType, shape: SynthShape) -> None:
+    if shape.n_embd % block_elements(matrix) != 0:
+        raise UsageError(
+            f"rows of {shape.n_embd} elements are no whole blocks of {matrix.name}",
+            hint="use a type with blocks of 32, such as q8_0 or q4_0",
         )
 
 

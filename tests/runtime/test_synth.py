@@ -152,7 +152,8 @@ def test_curves_are_the_published_ones(shares, carried):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda shape: shape.name)
 def test_shapes_have_whole_blocks_and_predictors_of_8_per_cent(shape):
-    assert shape.n_embd % 256 == shape.n_ff % 256 == 0
+    assert shape.n_ff % 256 == 0
+    assert shape.n_embd % (32 if shape.name == "135m" else 256) == 0
     parameters = shape.predictor_rank * (shape.n_embd + shape.n_ff)
     assert parameters / (3 * shape.n_embd * shape.n_ff) == pytest.approx(0.08, rel=0.05)
 
@@ -162,6 +163,7 @@ def test_shapes_have_whole_blocks_and_predictors_of_8_per_cent(shape):
     [
         (["9b"], "unknown shape '9b'"),
         *(([name], f"shape {name} needs") for name in NOT_YET),
+        (["135m", "--outtype", "q4_k"], "rows of 576 elements are no whole blocks of Q4_K"),
         (["tiny", "--zeros", 1], "share of zeros of 1.0"),
         (["tiny", "--zeros", "nan"], "share of zeros of nan"),
         (["tiny", "--layers", 0], "0 layers"),
