@@ -208,7 +208,7 @@ gpu-speeds: gpu-build ## time and bandwidth of the device library's operations
 
 gpu-sanitize: gpu-build ## the device library's tests under compute-sanitizer
 	PYTHONPATH=src PI_LIB=$(CURDIR)/$(GPU_LIB) compute-sanitizer --tool memcheck --error-exitcode 9 \
-	    $(PYTHON) -m pytest -p no:cacheprovider -q tests/gpu/test_products.py tests/gpu/test_attention.py \
+	    $(PYTHON) -m pytest -p no:cacheprovider -q tests/gpu/test_products.py tests/gpu/test_neurons.py tests/gpu/test_attention.py \
 	    tests/gpu/test_operations.py -k "cuda and (attention or operations or F16 or Q4_K or NVFP4)"
 
 cuda-all: ## libpi_cuda.so for every supported architecture, without a GPU

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-ABI = 4
+ABI = 5
 U32, I32, U64, F32, Ptr = ct.c_uint32, ct.c_int32, ct.c_uint64, ct.c_float, ct.c_void_p
 
 # PI_KT_*, in the order of kernels.h: name -> GGUF type id
@@ -70,6 +70,16 @@ class Norm(ct.Structure):
     _fields_ = (("gain", Ptr), ("eps", F32), ("out", Ptr))
 
 
+class Predictor(ct.Structure):
+    _fields_ = (
+        ("fc2", Rows),
+        ("hidden", Ptr),
+        ("threshold", F32),
+        ("logits", Ptr),
+        ("mask", Ptr),
+    )
+
+
 class Neurons(ct.Structure):
     _fields_ = (
         ("gate", Rows),
@@ -77,6 +87,7 @@ class Neurons(ct.Structure):
         ("x", Ptr),
         ("norm", ct.POINTER(Norm)),
         ("mask", Ptr),
+        ("predictor", ct.POINTER(Predictor)),
         ("activation", U32),
         ("threshold", F32),
         ("n_masked", Ptr),

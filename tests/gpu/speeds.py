@@ -10,6 +10,7 @@ import ctypes as ct
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from gpu.device import (
     Kv,
     Neurons,
     Norm,
+    Predictor,
     Product,
     Ptr,
     Rope,
@@ -52,10 +54,12 @@ def best_us(device: Device, work: Callable[[int], None], n: int = 100) -> float:
     return min(times[1:])
 
 
-def matrices(device: Device, kind: str, n_rows: int, n_cols: int) -> tuple[list[Rows], int]:
-    """Copies of a matrix that do not fit the cache together, and the bytes of one."""
-    few = random_rows(kind, 64, n_cols, seed=1)
-    data = np.tile(few, (n_rows // 64, 1))
+def matrices(
+    device: Device, kind: str, n_rows: int, n_cols: int, n_different: int = 32
+) -> tuple[list[Rows], int]:
+    """Copies of a matrix that do not fit the cache together, and the bytes of one; its rows repeat."""
+    few = random_rows(kind, n_different, n_cols, seed=1)
+    data = np.tile(few, (n_rows // n_different, 1))
     n = max(2, CACHE_BYTES // data.nbytes + 1)
     return [device.rows(kind, data, n_cols) for _ in range(n)], data.nbytes
 
@@ -88,7 +92,8 @@ def neurons(device: Device, kind: str) -> None:
 
         def both(i: int, mask: int = mask) -> None:
             work = Neurons(
-                rows[i % len(rows)], rows[(i + 1) % len(rows)], x, None, mask, 0, 0, None, None, out
+                *(rows[i % len(rows)], rows[(i + 1) % len(rows)], x, None, mask, None),
+                *(0, 0, None, None, out),
             )
             device.neurons(ct.byref(work))
 
@@ -102,9 +107,16 @@ def neurons(device: Device, kind: str) -> None:
             )
 
 
-def attention_work(device: Device, n_tokens: int, length: int, n_kv_heads: int) -> Attention:
-    """The last n_tokens of a sequence of this length, 32 heads of 128."""
-    n_heads, head_dim = N_EMBD // HEAD_DIM, HEAD_DIM
+def attention_work(
+    device: Device,
+    n_tokens: int,
+    length: int,
+    n_kv_heads: int,
+    n_heads: int = N_EMBD // HEAD_DIM,
+    n_embd: int = N_EMBD,
+) -> Attention:
+    """The last n_tokens of a sequence of this length."""
+    head_dim = n_embd // n_heads
     n_pages = -(-length // 32)
     page_bytes = n_kv_heads * 2 * head_dim * 32 * 2
     kv = Kv(device.empty(page_bytes * n_pages), page_bytes, 1, n_kv_heads, head_dim)
@@ -151,33 +163,80 @@ def small(device: Device) -> None:
             print(f"top {n_top:3} of {n_vocab:9,} {us:7.1f} us")
 
 
-class Token:
-    """One layer's operations of a token of a 7B model, as the engine queues them; density: open gates, 0 to 1."""
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model, its predictors' rank among them."""
 
-    def __init__(self, device: Device, kind: str, density: float, length: int) -> None:
-        self.device = device
-        self.square, self.square_bytes = matrices(device, kind, N_EMBD, N_EMBD)
-        self.wide, self.wide_bytes = matrices(device, kind, N_FF, N_EMBD)
-        self.head, self.head_bytes = matrices(device, kind, N_VOCAB, N_EMBD)
-        self.x = device.put(np.random.default_rng(0).standard_normal(N_EMBD, np.float32))
-        self.q, self.k, self.v = (device.empty(4 * N_EMBD) for _ in range(3))
-        device.zero(self.v, 4 * N_EMBD)
-        self.logits, self.residual = device.empty(4 * N_VOCAB), device.empty(4 * N_EMBD)
+    name: str
+    n_embd: int
+    n_ff: int
+    n_heads: int
+    n_kv_heads: int
+    n_vocab: int
+    n_layers: int
+    rank: int
+
+    @property
+    def n_kv(self) -> int:
+        return self.n_embd // self.n_heads * self.n_kv_heads
+
+
+SHAPES = {
+    "7b": Shape("7b", N_EMBD, N_FF, 32, 32, N_VOCAB, 32, 704),
+    "135m": Shape("135m", 576, 1536, 9, 3, 49_152, 30, 96),
+}
+
+
+class Token:
+    """One layer's operations of a token of a model, as the engine queues them; density: open gates, 0 to 1."""
+
+    def __init__(
+        self, device: Device, shape: Shape, kind: str, density: float, length: int
+    ) -> None:
+        self.device, self.shape = device, shape
+        n_embd, n_ff = shape.n_embd, shape.n_ff
+        self.square, self.square_bytes = matrices(device, kind, n_embd, n_embd)
+        self.kv, kv_bytes = matrices(device, kind, shape.n_kv, n_embd)
+        self.qkv_bytes = self.square_bytes + 2 * kv_bytes
+        self.wide, self.wide_bytes = matrices(device, kind, n_ff, n_embd)
+        self.head, self.head_bytes = matrices(device, kind, shape.n_vocab, n_embd)
+        self.fc1, self.fc1_bytes = matrices(device, "Q8_0", shape.rank, n_embd)
+        of_fc2 = "Q5_0" if kind == "Q4_0" else "Q8_0"
+        self.fc2, self.fc2_bytes = matrices(device, of_fc2, n_ff, shape.rank, n_ff)
+        self.x = device.put(np.random.default_rng(0).standard_normal(n_embd, np.float32))
+        self.q, self.k, self.v, self.hidden, self.logits = (
+            device.empty(4 * max(n, n_ff))
+            for n in (n_embd, shape.n_kv, shape.n_kv, shape.rank, shape.n_vocab)
+        )
+        device.zero(self.v, 4 * n_embd)
+        self.residual = device.empty(4 * n_embd)
         self.norm = Norm(self.x, 1e-5, None)
-        chosen = np.random.default_rng(1).random(N_FF) < density
+        chosen = np.random.default_rng(1).random(n_ff) < density
         self.mask = device.put(np.packbits(chosen, bitorder="little").view(np.uint32))
-        self.h, self.out = device.put(chosen.astype(np.float32)), device.empty(4 * N_FF)
+        self.h, self.out = device.put(chosen.astype(np.float32)), device.empty(4 * n_ff)
         self.density = float(chosen.mean())
-        self.work = attention_work(device, 1, length, N_EMBD // HEAD_DIM)
+        self.work = attention_work(device, 1, length, shape.n_kv_heads, shape.n_heads, n_embd)
         half = device.put(np.ones(64, np.float32))
-        self.rope = Rope(N_EMBD // HEAD_DIM, HEAD_DIM, half, half)
+        self.rope = Rope(shape.n_heads, n_embd // shape.n_heads, half, half)
+        self.threshold = self.threshold_of(density)
+
+    def threshold_of(self, density: float) -> float:
+        """The logit that this share of the neurons is above, where all fc2 are the same."""
+        self.predict(0)
+        product = Product(self.fc2[0], None, self.logits, 0, 0)
+        self.device.multiply(ct.byref(product), 1, self.hidden, 1, None)
+        logits = self.device.get(self.logits, self.shape.n_ff)
+        return float(np.quantile(logits, 1 - density))
 
     def rows(self, of: list[Rows], i: int) -> Rows:
         return of[i % len(of)]
 
     def products(self, i: int) -> None:
         outs = (self.q, self.k, self.v)
-        rows = [self.rows(self.square, 3 * i + j) for j in range(3)]
+        rows = [
+            self.rows(self.square, i),
+            *(self.rows(self.kv, 2 * i + j) for j in range(2)),
+        ]
         three = (Product * 3)(*(Product(r, None, o, 0, 0) for r, o in zip(rows, outs, strict=True)))
         self.device.multiply(three, 3, self.x, 1, ct.byref(self.norm))
 
@@ -192,11 +251,20 @@ class Token:
         product = Product(self.rows(self.square, i), None, self.residual, 1, 0)
         self.device.multiply(ct.byref(product), 1, self.x, 1, None)
 
-    def neurons(self, i: int) -> None:
+    def predict(self, i: int) -> None:
+        product = Product(self.rows(self.fc1, i), None, self.hidden, 0, 1)
+        self.device.multiply(ct.byref(product), 1, self.x, 1, None)
+
+    def neurons(self, i: int, predictor: Predictor | None = None) -> None:
         pair = self.rows(self.wide, 2 * i), self.rows(self.wide, 2 * i + 1)
+        chosen = (self.mask, None) if predictor is None else (None, ct.pointer(predictor))
         norm = ct.pointer(self.norm)
-        work = Neurons(*pair, self.x, norm, self.mask, 0, 0, None, None, self.out)
+        work = Neurons(*pair, self.x, norm, *chosen, 0, 0, None, None, self.out)
         self.device.neurons(ct.byref(work))
+
+    def predicted_neurons(self, i: int) -> None:
+        fc2 = self.rows(self.fc2, i)
+        self.neurons(i, Predictor(fc2, self.hidden, self.threshold, self.logits, None))
 
     def down(self, i: int) -> None:
         rows = ct.byref(self.rows(self.wide, i))
@@ -206,19 +274,31 @@ class Token:
         product = Product(self.rows(self.head, i), None, self.logits, 0, 0)
         self.device.multiply(ct.byref(product), 1, self.x, 1, ct.byref(self.norm))
 
+    def parts(self, predicted: bool) -> dict[str, tuple[Callable[[int], None], int]]:
+        """A layer's operations and the bytes of weights or cache that each reads."""
+        of_neurons = int(2 * self.wide_bytes * self.density)
+        attention: dict[str, tuple[Callable[[int], None], int]] = {
+            "q, k, v": (self.products, self.qkv_bytes),
+            "place heads": (self.place, 0),
+            "attention": (self.attend, self.work.kv.page_bytes * self.work.step.most_pages),
+            "its output": (self.output, self.square_bytes),
+        }
+        if predicted:
+            attention["predictor"] = (self.predict, self.fc1_bytes)
+            neurons = (self.predicted_neurons, self.fc2_bytes + of_neurons)
+        else:
+            neurons = (self.neurons, of_neurons)
+        down = (self.down, int(self.wide_bytes * self.density))
+        return {**attention, "gates and ups": neurons, "down": down}
 
-def token(device: Device, kind: str, density: float, length: int) -> None:
-    """Shares of a token's time: each operation alone, a layer as it is, 32 layers and the head."""
-    of = Token(device, kind, density, length)
-    kv_bytes = of.work.kv.page_bytes * of.work.step.most_pages
-    parts = {
-        "q, k, v": (of.products, 3 * of.square_bytes),
-        "place heads": (of.place, 0),
-        "attention": (of.attend, kv_bytes),
-        "its output": (of.output, of.square_bytes),
-        "gates and ups": (of.neurons, int(2 * of.wide_bytes * of.density)),
-        "down": (of.down, int(of.wide_bytes * of.density)),
-    }
+
+def token(
+    device: Device, name: str, kind: str, density: float, length: int, predicted: bool = False
+) -> None:
+    """Shares of a token's time: each operation alone, a layer as it is, all layers and the head."""
+    shape = SHAPES[name]
+    of = Token(device, shape, kind, density, length)
+    parts = of.parts(predicted)
 
     def layer(i: int) -> None:
         for work, _ in parts.values():
@@ -226,15 +306,18 @@ def token(device: Device, kind: str, density: float, length: int) -> None:
 
     us = {name: best_us(device, work, 64) for name, (work, _) in parts.items()}
     whole, head = best_us(device, layer, 32), best_us(device, of.last, 32)
-    print(f"a token of 7B in {kind}, {of.density:.0%} of the neurons, after {length} others:")
-    for name, (_, n_bytes) in parts.items():
-        rate = f"{n_bytes / us[name] / 1e3:6.0f} GB/s" if n_bytes else ""
+    by = ", predicted" if predicted else ""
+    print(
+        f"a token of {name} in {kind}, {of.density:.0%} of the neurons{by}, after {length} others:"
+    )
+    for part, (_, n_bytes) in parts.items():
+        rate = f"{n_bytes / us[part] / 1e3:6.0f} GB/s" if n_bytes else ""
         print(
-            f"  {name:14} {us[name]:7.1f} us {us[name] / sum(us.values()):4.0%} of a layer {rate}"
+            f"  {part:14} {us[part]:7.1f} us {us[part] / sum(us.values()):4.0%} of a layer {rate}"
         )
     print(f"  {'head':14} {head:7.1f} us {of.head_bytes / head / 1e3:24.0f} GB/s")
-    n_bytes = 32 * sum(n for _, n in parts.values()) + of.head_bytes
-    total = 32 * whole + head
+    n_bytes = shape.n_layers * sum(n for _, n in parts.values()) + of.head_bytes
+    total = shape.n_layers * whole + head
     print(
         f"  a layer {whole:.1f} us (alone: {sum(us.values()):.1f}); the token {total:.0f} us, {1e6 / total:.0f} tok/s"
     )
@@ -261,7 +344,11 @@ Case = Callable[[Device], None]
 
 def cases() -> dict[str, list[Case]]:
     """Each group of cases by its name."""
-    tokens = (("Q4_0", 1.0), ("Q4_0", 0.1), ("F16", 1.0))
+    tokens = (
+        *(("7b", "Q4_0", 1.0, 512), ("7b", "Q4_0", 0.1, 512), ("7b", "Q4_0", 0.1, 512, True)),
+        ("7b", "F16", 1.0, 512),
+    )
+    small_tokens = (("135m", "Q8_0", 0.1, 64), ("135m", "Q8_0", 0.1, 64, True))
     lengths = ((1, 128, 32), (1, 512, 32), (1, 4096, 32), (1, 4096, 8))
     prompts = ((512, 512, 32), (512, 4096, 32))
     of_kind: dict[str, tuple[Callable[[Device, str], None], tuple[str, ...]]] = {
@@ -272,7 +359,8 @@ def cases() -> dict[str, list[Case]]:
     return {
         "rates": [rates],
         "small": [small],
-        "tokens": [lambda d, c=c: token(d, *c, 512) for c in tokens],
+        "tokens": [lambda d, c=c: token(d, *c) for c in tokens],
+        "small tokens": [lambda d, c=c: token(d, *c) for c in small_tokens],
         **{
             name: [lambda d, w=work, k=kind: w(d, k) for kind in kinds]
             for name, (work, kinds) in of_kind.items()

@@ -21,7 +21,6 @@ from gpu.device import (
     TYPES,
     Device,
     DeviceError,
-    Neurons,
     Norm,
     Product,
     Rows,
@@ -252,64 +251,6 @@ def test_products_that_are_added(device: Device, n_tokens: int) -> None:
         device.get(above, (n_tokens, n_rows)),
         np.maximum(device.get(all_of_it, (n_tokens, n_rows)), 0),
     )
-
-
-SILU, RELU = 0, 1
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("activation", [SILU, RELU])
-@pytest.mark.parametrize(
-    ("gate_kind", "up_kind", "n_cols"),
-    [(kind, kind, 512) for kind in TYPES] + [("F16", "Q4_0", 512), ("Q8_0", "Q8_0", 8704)],
-)
-def test_neurons_of_a_token(
-    device: Device, gate_kind: str, up_kind: str, n_cols: int, activation: int, masked: bool
-) -> None:
-    n_rows, threshold = 83, 0.1
-    x, gain = some_x(1, n_cols), some_x(1, n_cols, seed=2)[0]
-    kinds, seeds = (gate_kind, up_kind), (15, 16)
-    data = [random_rows(k, n_rows, n_cols, seed=s) for k, s in zip(kinds, seeds, strict=True)]
-    rows = [device.rows(k, d, n_cols) for k, d in zip(kinds, data, strict=True)]
-    norm = Norm(device.put(gain), 1e-5, None)
-    let_through = np.random.default_rng(17).random(n_rows) < (0.3 if masked else 2)
-    bits = np.packbits(np.append(let_through, np.ones(96 - n_rows, bool)), bitorder="little")
-    counts, out = device.put(np.array([5, 7], np.uint64)), device.poisoned(n_rows)
-    mask = device.put(bits.view(np.uint32)) if masked else None
-    work = Neurons(
-        *rows, device.put(x), ct.pointer(norm), mask, activation, threshold, counts, counts + 8, out
-    )
-    device.neurons(ct.byref(work))
-
-    want_x = normed(x, gain, 1e-5)
-    gate, up = (
-        (values_of(k, d, n_cols).astype(np.float64) @ want_x[0])
-        for k, d in zip(kinds, data, strict=True)
-    )
-    fires = let_through & ((gate > threshold) if activation == RELU else True)
-    act = gate if activation == RELU else gate / (1 + np.exp(-np.maximum(gate, -500)))
-    want = np.where(fires, act * up, 0)
-    got = device.get(out, n_rows)
-    # Both factors are as exact as other products of single vectors.
-    sums = [
-        (np.abs(values_of(k, d, n_cols).astype(np.float64)) @ np.abs(want_x[0]))
-        for k, d in zip(kinds, data, strict=True)
-    ]
-    error = [
-        (n_cols / 32 + 40) * UNIT * s
-        + (0 if k in FLOATS else rounding(values_of(k, d, n_cols), want_x)[0])
-        for s, k, d in zip(sums, kinds, data, strict=True)
-    ]
-    # SiLU's slope is at most 1.1.
-    bound = 1.1 * error[0] * (np.abs(up) + error[1]) + error[1] * np.abs(act) + 1e-6 * np.abs(want)
-    sure = np.abs(gate - threshold) > error[0] if activation == RELU else np.ones(n_rows, bool)
-    assert sure.mean() > 0.9
-    assert (np.abs(got - want) <= bound)[sure].all()
-    assert (got[~let_through] == 0).all()
-    n_masked, n_active = device.get(counts, 2, np.uint64) - np.array([5, 7], np.uint64)
-    assert n_masked == let_through.sum()
-    if activation == RELU:
-        assert abs(int(n_active) - int(fires.sum())) <= (~sure).sum()
 
 
 def large_products(device: Device, n_rows: int) -> None:

@@ -1,6 +1,7 @@
 // masks.cu: which neurons a predictor names: a bit each.
 #include "device.cuh"
 #include "operations.h"
+#include "rows.cuh"
 
 namespace pi_cuda {
 namespace {
@@ -21,12 +22,15 @@ __global__ void mask_kernel(const float *logits, uint32_t n, float threshold, ui
 
 } // namespace
 
+void mask_rows(pi_gpu &gpu, const float *logits, uint32_t n_tokens, uint32_t n, float threshold,
+               uint32_t *words) {
+    launch_early("masking neurons", gpu, mask_kernel, dim3(ceil_div(n, 256), n_tokens), 256, 0, logits, n,
+                 threshold, words, ceil_div(n, word_bits));
+}
+
 int32_t mask(pi_gpu *gpu, const float *logits, uint32_t n_tokens, uint32_t n, float threshold,
              uint32_t *words) {
-    return operate(gpu, [&](pi_gpu &device) {
-        launch_early("masking neurons", device, mask_kernel, dim3(ceil_div(n, 256), n_tokens), 256, 0, logits,
-                     n, threshold, words, ceil_div(n, word_bits));
-    });
+    return operate(gpu, [&](pi_gpu &device) { mask_rows(device, logits, n_tokens, n, threshold, words); });
 }
 
 } // namespace pi_cuda

@@ -109,6 +109,27 @@ void require_products(const pi_gpu_product *products, uint32_t n) {
     }
 }
 
+// The predictor becomes part of the work, or its mask is made first.
+void predict_in(pi_gpu &gpu, const pi_gpu_predictor &of, NeuronsLaunch &work) {
+    const pi_gpu_rows &fc2 = of.fc2;
+    require_rows(fc2);
+    if (fc2.n_rows != work.n_rows)
+        throw Failure{PI_FAILURE, "a predictor of another number of neurons"};
+    if (has_logits(fc2.kernel_type, fc2.n_cols)) {
+        work.logits = {static_cast<const uint8_t *>(fc2.data),
+                       fc2.row_stride,
+                       fc2.kernel_type,
+                       fc2.n_cols,
+                       of.hidden,
+                       of.threshold};
+        return;
+    }
+    const pi_gpu_product product = {fc2, nullptr, of.logits, 0, 0};
+    multiply_vectors(gpu, &product, 1, fc2.kernel_type, of.hidden, 1, nullptr);
+    mask_rows(gpu, of.logits, 1, fc2.n_rows, of.threshold, of.mask);
+    work.mask = of.mask;
+}
+
 bool as_vectors(uint32_t kernel_type, uint32_t n_tokens) {
     return n_tokens <= gemv_tokens || kernel_type == PI_KT_F32;
 }
@@ -155,6 +176,8 @@ int32_t neurons(pi_gpu *gpu, const pi_gpu_neurons *of) {
         work.n_active = reinterpret_cast<unsigned long long *>(of->n_active);
         work.gate = static_cast<const uint8_t *>(of->gate.data);
         work.row_stride = of->gate.row_stride;
+        if (of->predictor != nullptr)
+            predict_in(device, *of->predictor, work);
         const bool together = of->gate.kernel_type == of->up.kernel_type;
         work.up = together ? static_cast<const uint8_t *>(of->up.data) : nullptr;
         for_type(of->gate.kernel_type, [&]<int type>() { run_neurons<type>(device, work); });
@@ -162,6 +185,8 @@ int32_t neurons(pi_gpu *gpu, const pi_gpu_neurons *of) {
             return;
         work.n_masked = work.n_active = nullptr;
         work.gate = nullptr;
+        work.mask = nullptr; // what it closes is 0 by now
+        work.logits = {};
         work.up = static_cast<const uint8_t *>(of->up.data);
         work.row_stride = of->up.row_stride;
         for_type(of->up.kernel_type, [&]<int type>() { run_neurons<type>(device, work); });

@@ -1,20 +1,22 @@
 // neurons.cuh: a token's neurons: gates, and the ups of those that are open. Block b has neurons b, b +
-// n_blocks and so on, of which the first ones fire most in many files.
+// n_blocks and so on, of which the first ones fire most in many files; of these a predictor may choose.
 #pragma once
 
-#include "vectors.cuh"
+#include "logits.cuh"
 
 namespace pi_cuda {
 
 // In one launch, or, where the types differ, in two: first the activations alone, then the ups of those that
 // are not 0.
 struct NeuronsLaunch {
-    Vectors vectors;     // one column
-    const uint8_t *gate; // or null: out holds the activations
-    const uint8_t *up;   // or null: out gets the activations
+    Vectors vectors;       // one column
+    uint32_t vector_bytes; // of shared memory, for it and before it the predictor's
+    const uint8_t *gate;   // or null: out holds the activations
+    const uint8_t *up;     // or null: out gets the activations
     uint64_t row_stride;
     uint32_t n_rows;
     const uint32_t *mask; // bit i: neuron i is let through; or null: all are
+    Logits logits;        // in place of a mask, if there are rows
     uint32_t relu;        // 1: closed up to the threshold; 0: SiLU, never closed
     float threshold;
     float *out;                              // [n_rows]
@@ -48,6 +50,31 @@ __device__ __forceinline__ void list_neurons(const NeuronsLaunch &work, const Ne
         else
             work.out[i] = 0.0f;
     }
+}
+
+// Those that the predictor lets through; waits for what comes before.
+template <int type>
+__device__ __forceinline__ void list_predicted(const NeuronsLaunch &work, const NeuronList &list,
+                                               uint4 *shared, float *warp_sums) {
+    const uint32_t n = (work.n_rows - blockIdx.x + gridDim.x - 1) / gridDim.x;
+    logits_of_rows<type>(
+        work.logits, n, [](uint32_t i) { return blockIdx.x + gridDim.x * i; }, shared, warp_sums,
+        [&](uint32_t neuron, float logit) {
+            if (logit >= work.logits.threshold)
+                list.add(neuron, 0.0f);
+            else
+                work.out[neuron] = 0.0f;
+        });
+}
+
+__device__ __forceinline__ void list_predicted(const NeuronsLaunch &work, const NeuronList &list,
+                                               uint4 *shared, float *warp_sums) {
+    if (work.logits.type == PI_KT_F16)
+        list_predicted<PI_KT_F16>(work, list, shared, warp_sums);
+    else if (work.logits.type == PI_KT_Q8_0)
+        list_predicted<PI_KT_Q8_0>(work, list, shared, warp_sums);
+    else
+        list_predicted<PI_KT_Q5_0>(work, list, shared, warp_sums);
 }
 
 // 0 where it is closed.
@@ -89,7 +116,8 @@ template <int type>
 __device__ __forceinline__ void gate_products(const NeuronsLaunch &work, const NeuronList &list,
                                               const NeuronList &open, uint32_t &n_active, Ahead<type> &ahead,
                                               BlockVectors<type, 1> &vectors) {
-    const bool together = work.up != nullptr && (work.mask != nullptr || work.relu == 0);
+    const bool chosen = work.mask != nullptr || work.logits.rows != nullptr;
+    const bool together = work.up != nullptr && (chosen || work.relu == 0);
     const uint8_t *second = together ? work.up : work.gate;
     const Pairs pairs = {0, gemv_warps, together ? *list.n : (*list.n + 1) / 2};
     const auto rows_of = [&](uint32_t p) {
@@ -120,8 +148,8 @@ __global__ void __launch_bounds__(gemv_threads, 2)
     __shared__ float warp_sums[warp_size];
     __shared__ uint32_t n_listed, n_open, n_active;
     const uint32_t most = (work.n_rows + gridDim.x - 1) / gridDim.x;
-    auto *lists = reinterpret_cast<uint32_t *>(shared + vectors_bytes<type, 1>(work.vectors.n_cols) /
-                                                            16); // rows and activations, twice
+    auto *lists =
+        reinterpret_cast<uint32_t *>(shared + work.vector_bytes / 16); // rows and activations, twice
     const NeuronList list = {lists, reinterpret_cast<float *>(lists) + most, &n_listed};
     const NeuronList open = {lists + 2 * most, reinterpret_cast<float *>(lists) + 3 * most, &n_open};
     if (threadIdx.x == 0)
@@ -130,7 +158,10 @@ __global__ void __launch_bounds__(gemv_threads, 2)
     let_next_begin();
     if (work.mask != nullptr || work.gate == nullptr)
         wait_for_previous();
-    list_neurons(work, list);
+    if (work.logits.rows != nullptr)
+        list_predicted(work, list, shared, warp_sums);
+    else
+        list_neurons(work, list);
     __syncthreads();
     BlockVectors<type, 1> vectors(work.vectors, shared, warp_sums);
     Ahead<type> ahead;
@@ -148,10 +179,10 @@ __global__ void __launch_bounds__(gemv_threads, 2)
 }
 
 template <int type>
-void start_neurons(pi_gpu &gpu, const NeuronsLaunch &work) {
+void start_neurons(pi_gpu &gpu, NeuronsLaunch work) {
     const unsigned blocks = gemv_blocks(gpu, work.n_rows);
-    const size_t n_bytes =
-        vectors_bytes<type, 1>(work.vectors.n_cols) + 4 * sizeof(uint32_t) * ceil_div(work.n_rows, blocks);
+    work.vector_bytes = std::max(vectors_bytes<type, 1>(work.vectors.n_cols), hidden_bytes(work.logits));
+    const size_t n_bytes = work.vector_bytes + 4 * sizeof(uint32_t) * ceil_div(work.n_rows, blocks);
     launch_early("a token's neurons", gpu, neurons_kernel<type>, blocks, gemv_threads, n_bytes, work);
 }
 

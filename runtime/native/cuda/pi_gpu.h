@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define PI_GPU_ABI 4u
+#define PI_GPU_ABI 5u
 #define PI_GPU_ENTRY "pi_gpu_api_get"
 #define PI_GPU_MAX_PRODUCTS 4
 #define PI_GPU_TOP_LOGITS 2048u /* of a row that a block of top searches */
@@ -64,14 +64,25 @@ typedef struct pi_gpu_norm {
     float *out; /* [n_tokens, n_cols] for operations that need them so; its contents are undefined */
 } pi_gpu_norm;
 
-/* One token's neurons: out[i] = act(gate row i . x) * (up row i . x) of the ones that the mask lets through
- * and, with ReLU, whose gate is above the threshold; 0 of the others, whose ups are not read. */
+/* Lets neuron i through where row i of fc2 . hidden >= threshold. */
+typedef struct pi_gpu_predictor {
+    pi_gpu_rows fc2;     /* [neurons, rank] */
+    const float *hidden; /* [rank] */
+    float threshold;
+    float *logits;  /* [neurons], for types of fc2 that need them so; its contents are undefined */
+    uint32_t *mask; /* [ceil(neurons / 32)] likewise */
+} pi_gpu_predictor;
+
+/* One token's neurons: out[i] = act(gate row i . x) * (up row i . x) of the ones that the mask, or in its
+ * place the predictor, lets through and, with ReLU, whose gate is above the threshold; 0 of the others, whose
+ * ups are not read. */
 typedef struct pi_gpu_neurons {
     pi_gpu_rows gate, up; /* of one shape */
     const float *x;
-    const pi_gpu_norm *norm; /* or NULL */
-    const uint32_t *mask;    /* bit i % 32 of word i / 32; or NULL: all */
-    uint32_t activation;     /* PI_ACTIVATION_* */
+    const pi_gpu_norm *norm;           /* or NULL */
+    const uint32_t *mask;              /* bit i % 32 of word i / 32; or NULL: all */
+    const pi_gpu_predictor *predictor; /* or NULL */
+    uint32_t activation;               /* PI_ACTIVATION_* */
     float threshold;
     uint64_t *n_masked, *n_active; /* added to: let through, and not 0; or both NULL */
     float *out;                    /* [n_rows] */

@@ -44,6 +44,37 @@ class Ffn {
     // One token: gates, of the neurons that its mask names if it has one, then up and down of those that
     // fire.
     void single(uint32_t token) {
+        pi_gpu_neurons of = neurons_of(token);
+        if (is_masked(args_, token))
+            of.mask = buffers_.mask + uint64_t{token} * mask_words(config_) + args_.neuron_begin / word_bits;
+        device_.call(&pi_gpu_api::neurons, static_cast<const pi_gpu_neurons *>(&of));
+        down(token, 1);
+    }
+
+    // The same of a step's only token, whose neurons the predictor names meanwhile.
+    void predicted_single() {
+        predict_hidden(0, 1);
+        const pi_gpu_predictor predictor = {stream_.rows(layer_.predictor_fc2), buffers_.hidden,
+                                            args_.sparse_threshold, buffers_.logits, buffers_.mask};
+        pi_gpu_neurons of = neurons_of(0);
+        of.predictor = &predictor;
+        device_.call(&pi_gpu_api::neurons, static_cast<const pi_gpu_neurons *>(&of));
+        down(0, 1);
+    }
+
+    // Masks of a few tokens, over all neurons of the layer.
+    void predict(uint32_t begin, uint32_t n_tokens) {
+        predict_hidden(begin, n_tokens);
+        const pi_gpu_product second = product(stream_.rows(layer_.predictor_fc2), buffers_.logits);
+        device_.call(&pi_gpu_api::multiply, &second, 1u, static_cast<const float *>(buffers_.hidden),
+                     n_tokens, nullptr);
+        device_.call(&pi_gpu_api::mask, static_cast<const float *>(buffers_.logits), n_tokens, config_.n_ff,
+                     args_.sparse_threshold, buffers_.mask + uint64_t{begin} * mask_words(config_));
+    }
+
+  private:
+    // What is asked of a token's neurons, but for a mask; counts of what the device does not count.
+    pi_gpu_neurons neurons_of(uint32_t token) {
         const bool masked = is_masked(args_, token), is_dense = args_.modes[token] == PI_FFN_DENSE;
         args_.counts->total += n_;
         args_.counts->guessed += masked ? 0 : n_;
@@ -53,33 +84,24 @@ class Ffn {
         of.up = neurons(layer_.up);
         of.x = input(token);
         of.norm = norm();
-        if (masked)
-            of.mask = buffers_.mask + uint64_t{token} * mask_words(config_) + args_.neuron_begin / word_bits;
         of.activation = static_cast<uint32_t>(config_.activation);
         of.threshold = config_.activation_threshold;
         of.n_masked = masked ? buffers_.counts : nullptr;
         of.n_active = is_dense ? nullptr : buffers_.counts + 1;
         of.out = buffers_.gate;
-        device_.call(&pi_gpu_api::neurons, static_cast<const pi_gpu_neurons *>(&of));
-        down(token, 1);
+        return of;
     }
 
-    // Masks of a few tokens, over all neurons of the layer.
-    void predict(uint32_t begin, uint32_t n_tokens) {
+    // The predictor's units of a few tokens.
+    void predict_hidden(uint32_t begin, uint32_t n_tokens) {
         const float *residual = args_.residual + uint64_t{begin} * config_.n_embd;
         pi_gpu_product first = product(
             stream_.rows(layer_.predictor_fc1, 0, padded_rank(layer_.predictor_fc1.n_rows)), buffers_.hidden);
         first.relu = 1;
         device_.call(&pi_gpu_api::multiply, static_cast<const pi_gpu_product *>(&first), 1u, residual,
                      n_tokens, nullptr);
-        const pi_gpu_product second = product(stream_.rows(layer_.predictor_fc2), buffers_.logits);
-        device_.call(&pi_gpu_api::multiply, &second, 1u, static_cast<const float *>(buffers_.hidden),
-                     n_tokens, nullptr);
-        device_.call(&pi_gpu_api::mask, static_cast<const float *>(buffers_.logits), n_tokens, config_.n_ff,
-                     args_.sparse_threshold, buffers_.mask + uint64_t{begin} * mask_words(config_));
     }
 
-  private:
     pi_gpu_rows neurons(const Matrix &matrix) const {
         return stream_.rows(matrix, args_.neuron_begin, args_.neuron_end);
     }
@@ -168,6 +190,10 @@ void gpu_ffn_range(GpuStream &stream, const FfnArgs &args) {
 }
 
 void gpu_ffn(GpuStream &stream, const FfnArgs &args) {
+    if (args.n_tokens == 1 && is_masked(args, 0)) {
+        stream.counts = args.counts;
+        return Ffn(stream, args).predicted_single();
+    }
     gpu_predict(stream, args);
     gpu_ffn_range(stream, args);
 }
