@@ -22,7 +22,9 @@ def add_synth_command(commands: Any) -> None:  # noqa: ANN401 - argparse's type 
     parser = cli.add_command(commands, "synth", DESCRIPTION)
     parser.set_defaults(run=_run)
     parser.add_argument(
-        "shape", metavar="SHAPE", help="135m, 1b, 7b, mistral-7b, 8b, 13b, 70b, or tiny for tests"
+        "shape",
+        metavar="SHAPE",
+        help="135m, 1b, 7b, mistral-7b, 8b, 13b, 70b, falcon-40b-gated, or tiny for tests",
     )
     parser.add_argument("output", metavar="OUT.gguf", type=Path, help="the file to write")
     parser.add_argument(

@@ -47,11 +47,13 @@ SHAPES = {
         SynthShape("8b", 32, 4096, 14336, 32, 8, 128256, 8192, 500000.0),  # Llama-3-8B
         SynthShape("13b", 40, 5120, 13824, 40, 40, 32000, 4096),  # Llama-2-13B
         SynthShape("70b", 80, 8192, 28672, 64, 8, 32000, 4096),  # Llama-2-70B
+        # Falcon-40B's sizes as a gated Llama-family model: a third matrix of neurons, no parallel attention
+        SynthShape("falcon-40b-gated", 60, 8192, 32768, 128, 8, 65024, 2048),
     )
 }
 # Shapes that users will ask for, and what of them the format and the engine lack.
 NOT_YET = {
-    "falcon-40b": "parallel attention and LayerNorm",
+    "falcon-40b": "parallel attention and LayerNorm",  # falcon-40b-gated has its sizes
     "opt-30b": "learned positions and LayerNorm",
     "mixtral": "experts",
     "30b-a3b": "experts",
