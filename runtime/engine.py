@@ -289,6 +289,8 @@ class Engine(NativeHandle):
     ) -> npt.NDArray[np.int32]:
         if asked is not None:
             return int32_array("positions", asked, sequences.size)
+        if sequences.size == 1:  # a decoded token waits for what follows
+            return int32_array("positions", self.kv_length(int(sequences[0])), 1)
         positions = np.empty_like(sequences)
         for sequence in np.unique(sequences):
             (rows,) = np.nonzero(sequences == sequence)
@@ -312,7 +314,7 @@ def int32_array(
             hint="token ids, positions and sequences are integers",
         )
     if array.ndim == 0 and n is not None:
-        array = np.broadcast_to(array, n)
+        array = np.full(n, array)
     if array.ndim != 1 or n not in (None, array.size):
         raise UsageError(
             f"{what} has shape {array.shape}, expected [{n or 'n_tokens'}]",
@@ -340,8 +342,12 @@ def _counts(what: str, values: npt.ArrayLike, n_tokens: int) -> npt.NDArray[np.u
 
 
 def _bytes(what: str, values: npt.ArrayLike, n_tokens: int) -> npt.NDArray[np.uint8]:
-    array = np.broadcast_to(np.asarray(values, dtype=np.uint8), n_tokens)
-    return np.ascontiguousarray(array)
+    array = np.asarray(values, dtype=np.uint8)
+    return (
+        np.full(n_tokens, array)
+        if array.ndim == 0
+        else np.ascontiguousarray(np.broadcast_to(array, n_tokens))
+    )
 
 
 def _tree_mask(values: npt.ArrayLike | None, n_tokens: int) -> npt.NDArray[np.uint64] | None:

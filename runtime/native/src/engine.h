@@ -70,13 +70,14 @@ struct pi_engine {
     void *abort_user_ = nullptr;
     std::atomic<bool> abort_requested_{false};
 
-    // Guarded by mutex_: the step in flight and how the last one ended.
+    // Guarded by mutex_: the step in flight and how the last one ended. The numbers and the end are looked at
+    // without it by threads that do not sleep yet.
     mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::unique_ptr<pi::Step> step_;
     std::exception_ptr failure_;
-    uint64_t submitted_ = 0;
-    uint64_t finished_ = 0;
-    bool stopping_ = false;
+    std::atomic<uint64_t> submitted_{0};
+    std::atomic<uint64_t> finished_{0};
+    std::atomic<bool> stopping_{false};
     std::thread driver_; // last: it uses all of the above
 };

@@ -19,6 +19,18 @@ inline void cpu_pause() {
 #endif
 }
 
+// Looks up to `rounds` times, of some 20 ns, whether done() holds, before a thread that asks goes to sleep;
+// others may have the core meanwhile.
+template <typename Done>
+void spin_until(int rounds, const Done &done) {
+    constexpr int rounds_between_yields = 64;
+    for (int i = 1; i <= rounds && !done(); ++i) {
+        if (i % rounds_between_yields == 0)
+            std::this_thread::yield();
+        cpu_pause();
+    }
+}
+
 class Pool {
   public:
     // The caller of run() is one of the n_threads. Throws Error when the system refuses a thread.
