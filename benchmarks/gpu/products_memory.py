@@ -4,7 +4,8 @@
 
 Products of F16 rows, plain and transposed, of shapes of models from 135M to 70B and of 17 to 512 tokens. A row a
 shape: the device's memory in use (NVML) less context, allocations and scratch as the library counts them, and the
-longest and shortest first call, which loads a kernel or does not; at the end the process's peak. Exit code 1 where more is used than was counted.
+longest and shortest first call, which loads a kernel or does not; at the end the process's peak. Exit code 1 where
+more is used than was counted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 // cublaslt.cu: which of cuBLASLt's kernels are loaded, and the way that a product takes.
 #include "cublaslt.h"
 
+#include "loading.h"
+
+#include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -24,6 +27,8 @@ constexpr uint64_t usual_tokens[] = {32, 64, 128, 256, 512};
 constexpr uint64_t most_outs = 1024, most_tokens = 256, most_inputs = 256;
 constexpr uint64_t w_bytes = most_outs * most_inputs * 2, x_bytes = most_tokens * most_inputs * 2,
                    out_bytes = most_outs * most_tokens * 4, workspace_bytes = 8u << 20;
+
+std::atomic<bool> has_failed = false; // where nothing asked for it
 
 // out [n_tokens, out_stride] *= 1 / scale, so that what is added to it may be scaled as well. Block: a token.
 __global__ void unscale_kernel(const __grid_constant__ Gemm work) {
@@ -88,11 +93,21 @@ struct CublasLt::Way {
 
 bool CublasLt::is_wanted() {
     const char *value = std::getenv("PI_GPU_GEMM");
-    if (value == nullptr || std::string_view(value) == "own")
-        return false;
-    if (std::string_view(value) != "cublaslt")
+    if (value == nullptr)
+        return !has_failed && may_load_when_used() && has_cublaslt();
+    if (std::string_view(value) != "own" && std::string_view(value) != "cublaslt")
         throw Failure{PI_USAGE, "PI_GPU_GEMM is neither own nor cublaslt"};
-    return true;
+    return std::string_view(value) == "cublaslt";
+}
+
+void CublasLt::try_out(int ordinal) {
+    try {
+        static_cast<void>(CublasLt(ordinal));
+    } catch (const Failure &) {
+        if (std::getenv("PI_GPU_GEMM") != nullptr)
+            throw;
+        has_failed = true;
+    }
 }
 
 CublasLt::CublasLt(int ordinal) : library_(cublaslt_library()) {

@@ -1,5 +1,4 @@
-// cublaslt.h: large products by cuBLASLt, a library of NVIDIA's that is loaded only where $PI_GPU_GEMM asks
-// for it.
+// cublaslt.h: large products by cuBLASLt, a library of NVIDIA's that is used where it is installed.
 #pragma once
 
 #include "cublaslt_library.h"
@@ -13,8 +12,12 @@ namespace pi_cuda {
 
 class CublasLt {
   public:
-    // Whether $PI_GPU_GEMM is `cublaslt`; unset or `own`: it is not. Throws Failure for anything else.
+    // $PI_GPU_GEMM: `cublaslt`, `own`, or unset: where the library is installed and its kernels can be loaded
+    // one by one, since all of them take too much. Throws Failure for anything else.
     static bool is_wanted();
+    // Opens it for the current device, which is this one, and loads kernels. Throws Failure; but where
+    // nothing asked for the library it is just not wanted from then on.
+    static void try_out(int ordinal);
     // For the current device, which is this one. The first of a device loads the kernels that products of
     // models' shapes take; run() uses no others, so that nothing is loaded later. Throws Failure without the
     // library.

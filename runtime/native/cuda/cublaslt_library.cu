@@ -45,4 +45,16 @@ const CublasLtLibrary &cublaslt_library() {
     return library;
 }
 
+bool has_cublaslt() {
+    static const bool installed = [] {
+        try {
+            cublaslt_library();
+            return true;
+        } catch (const Failure &) {
+            return false;
+        }
+    }();
+    return installed;
+}
+
 } // namespace pi_cuda

@@ -45,5 +45,7 @@ struct CublasLtLibrary {
 
 // Loads it; throws Failure where it is not installed.
 const CublasLtLibrary &cublaslt_library();
+// Whether it is; loads it too.
+bool has_cublaslt();
 
 } // namespace pi_cuda

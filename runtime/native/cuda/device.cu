@@ -101,8 +101,7 @@ uint64_t make_context(int ordinal) {
     }
     check(cudaSetDevice(ordinal), "choosing the device");
     if (with_library && !libraries.contains(ordinal))
-        libraries[ordinal] =
-            library_reserve_bytes + measured(ordinal, [&] { static_cast<void>(CublasLt(ordinal)); });
+        libraries[ordinal] = library_reserve_bytes + measured(ordinal, [&] { CublasLt::try_out(ordinal); });
     return contexts[ordinal] + (with_library ? libraries[ordinal] : 0);
 }
 

@@ -4,6 +4,8 @@
 #include "driver.cuh"
 
 #include <cstdlib>
+#include <dlfcn.h>
+#include <string_view>
 
 namespace pi_cuda {
 namespace {
@@ -48,6 +50,21 @@ void load_all(const Driver &driver, const void *kernel) {
 
 FileKernels::FileKernels(const void *one) : kernel(one), before(last_registered) {
     last_registered = this;
+}
+
+bool may_load_when_used() {
+    const char *chosen = std::getenv("CUDA_MODULE_LOADING");
+    if (chosen != nullptr && std::string_view(chosen) != "LAZY")
+        return false;
+    void *driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+    if (driver == nullptr)
+        return false;
+    // This one does not start the driver, which would read the variable.
+    const auto version_of = reinterpret_cast<CUresult (*)(int *)>(dlsym(driver, "cuDriverGetVersion"));
+    int version = 0;
+    const bool known = version_of != nullptr && version_of(&version) == CUDA_SUCCESS;
+    dlclose(driver);
+    return known && version >= driver_version;
 }
 
 void choose_loading(bool when_used) {
