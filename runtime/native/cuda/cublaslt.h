@@ -43,6 +43,8 @@ class CublasLt {
 
     const Way &way_of(const Shape &shape);
     std::vector<CublasLtFound> find(const Way &way, const Shape &shape, int n) const;
+    // Whether the kernel is loaded and takes the shape too.
+    bool is_usable(const Way &way, const Shape &shape, const CublasLtAlgorithm &algorithm) const;
     Kernel kernel_of(const CublasLtAlgorithm &algorithm, const Shape &shape) const;
     int multiply(const Way &way, const Shape &shape, const CublasLtAlgorithm &algorithm, const void *w,
                  const void *x, void *out, void *workspace, cudaStream_t stream) const;

@@ -33,6 +33,7 @@ CublasLtLibrary load() {
     look_up("cublasLtMatrixLayoutDestroy", out.destroy_layout);
     look_up("cublasLtMatmulPreferenceDestroy", out.destroy_preference);
     look_up("cublasLtMatmulAlgoGetHeuristic", out.find);
+    look_up("cublasLtMatmulAlgoCheck", out.check);
     look_up("cublasLtMatmulAlgoConfigGetAttribute", out.describe);
     look_up("cublasLtMatmul", out.multiply);
     return out;

@@ -35,6 +35,8 @@ struct CublasLtLibrary {
     int (*destroy_preference)(void *);
     int (*find)(void *handle, void *operation, void *a, void *b, void *c, void *d, void *preference, int n,
                 CublasLtFound *out, int *n_found);
+    int (*check)(void *handle, void *operation, void *a, void *b, void *c, void *d,
+                 const CublasLtAlgorithm *algorithm, CublasLtFound *out);
     int (*describe)(const CublasLtAlgorithm *algorithm, int attribute, void *out, size_t n_bytes,
                     size_t *n_written);
     int (*multiply)(void *handle, void *operation, const void *alpha, const void *a, void *layout_a,

@@ -9,7 +9,8 @@ namespace pi_cuda {
 namespace {
 
 constexpr uint32_t gemv_tokens = 16; // up to this many; float32 rows always: the matrix units round them
-constexpr uint64_t tile_elements = 16u << 20; // of a matrix dequantised at a time
+constexpr uint64_t tile_elements = 28u
+                                   << 20; // at most of a matrix dequantised at a time: it stays in the cache
 
 GemvProduct gemv_product(const pi_gpu_rows &rows, float *out) {
     GemvProduct product{};
@@ -72,11 +73,12 @@ const __half *half_rows(pi_gpu &gpu, const pi_gpu_rows &rows, uint32_t first, ui
     return out;
 }
 
-// Rows of a tile: a multiple of 32, so that every tile but the last is.
+// Rows of a tile, about as many in each: a multiple of 32, so that every tile but the last is.
 uint32_t tile_rows(const pi_gpu_rows &rows) {
     if (rows.kernel_type == PI_KT_F16)
         return rows.n_rows;
-    return static_cast<uint32_t>(std::max<uint64_t>(tile_elements / rows.n_cols / 32, 1)) * 32;
+    const uint32_t most = static_cast<uint32_t>(std::max<uint64_t>(tile_elements / rows.n_cols / 32, 1)) * 32;
+    return ceil_div(ceil_div(rows.n_rows, ceil_div(rows.n_rows, most)), 32) * 32;
 }
 
 void multiply_tiles(pi_gpu &gpu, const pi_gpu_product &product, const Halves &x) {

@@ -8,7 +8,7 @@ namespace pi {
 namespace {
 
 constexpr uint64_t graph_bytes = 32u << 20; // of the budget, for graphs
-constexpr uint64_t tile_bytes = 32u << 20;  // what the device library dequantises, or takes apart, at a time
+constexpr uint64_t tile_bytes = 56u << 20;  // what the device library dequantises, or takes apart, at a time
 
 // The scratch that steps of up to n tokens need; runtime/plan/gpu.py counts the same.
 void reserve_scratch(const GpuDevice &device, const ModelConfig &config, uint64_t n) {

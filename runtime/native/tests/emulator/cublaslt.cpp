@@ -61,6 +61,11 @@ int find(void *, void *, void *, void *, void *, void *d, void *, int, CublasLtF
     return 0;
 }
 
+int check(void *, void *, void *, void *, void *, void *, const CublasLtAlgorithm *, CublasLtFound *out) {
+    *out = {};
+    return 0;
+}
+
 int describe(const CublasLtAlgorithm *algorithm, int attribute, void *out, size_t n_bytes, size_t *) {
     std::memset(out, 0, n_bytes);
     if (attribute == 0)
@@ -112,7 +117,7 @@ const CublasLtLibrary &cublaslt_library() {
     static const CublasLtLibrary library = {
         make_object, destroy_object, make_operation,    set_operation,  make_layout,
         make_object, set_preference, destroy_operation, destroy_layout, destroy_object,
-        find,        describe,       multiply,
+        find,        check,          describe,          multiply,
     };
     return library;
 }
