@@ -202,13 +202,16 @@ def test_attention(device: Device, name: str) -> None:
 
 @pytest.mark.parametrize(("head_dim", "n_rot"), [(64, 64), (80, 32), (26, 24)])
 @pytest.mark.parametrize("half", [False, True])
-def test_heads_are_turned_and_placed(device: Device, head_dim: int, n_rot: int, half: bool) -> None:
-    case = Case((30,), (5,), n_heads=3, n_kv_heads=2, head_dim=head_dim, half=half)
+@pytest.mark.parametrize("n_tokens", [5, 75])  # many go through shared memory
+def test_heads_are_turned_and_placed(
+    device: Device, head_dim: int, n_rot: int, half: bool, n_tokens: int
+) -> None:
+    case = Case((30,), (n_tokens,), n_heads=3, n_kv_heads=2, head_dim=head_dim, half=half)
     pages = Pages(device, case)
     rng = np.random.default_rng(head_dim)
-    step = pages.step([30], [5])
-    q, k, v = (rng.standard_normal((5, n, head_dim)).astype(np.float32) for n in (3, 2, 2))
-    angle = rng.standard_normal((5, n_rot // 2)) * 10
+    step = pages.step([30], [n_tokens])
+    q, k, v = (rng.standard_normal((n_tokens, n, head_dim)).astype(np.float32) for n in (3, 2, 2))
+    angle = rng.standard_normal((n_tokens, n_rot // 2)) * 10
     cosine, sine = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
     on_device = [device.put(x) for x in (q, k, v)]
     rope = Rope(3, n_rot, device.put(cosine), device.put(sine))
@@ -225,9 +228,10 @@ def test_heads_are_turned_and_placed(device: Device, head_dim: int, n_rot: int, 
     close = {"rtol": 0, "atol": 4e-7 * np.abs(q).max()}
     np.testing.assert_allclose(device.get(on_device[0], q.shape), turned(q), **close)
     dtype = np.float16 if half else np.float32
-    stored = device.get(pages.kv.base, (2, 2, 2, head_dim * PAGE), dtype)
-    table = device.get(pages.table, 2, np.uint32)
-    for token, slot in enumerate(range(30, 35)):
+    n_pages = -(-(30 + n_tokens) // PAGE)
+    stored = device.get(pages.kv.base, (n_pages, 2, 2, head_dim * PAGE), dtype)
+    table = device.get(pages.table, n_pages, np.uint32)
+    for token, slot in enumerate(range(30, 30 + n_tokens)):
         for head in range(2):
             keys, values = stored[table[slot // PAGE], head]
             got = keys.reshape(head_dim, PAGE)[:, slot % PAGE].astype(np.float64)

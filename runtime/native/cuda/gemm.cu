@@ -5,6 +5,8 @@
 #include "mma.cuh"
 #include "rows.cuh"
 
+#include <type_traits>
+
 namespace pi_cuda {
 namespace {
 
@@ -14,20 +16,37 @@ constexpr int n_threads = 128;
 constexpr int n_stages = 4;
 constexpr float largest_half = 32768.0f;
 
-// A block a token: the largest magnitude decides the scale.
+__device__ __forceinline__ float magnitude(float x) {
+    return fabsf(x);
+}
+__device__ __forceinline__ float magnitude(float4 x) {
+    return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+}
+__device__ __forceinline__ __half rounded(float x, float scale) {
+    return __float2half_rn(x * scale);
+}
+__device__ __forceinline__ uint2 rounded(float4 x, float scale) {
+    return {pack_halves(x.x * scale, x.y * scale), pack_halves(x.z * scale, x.w * scale)};
+}
+
+// A block a token: the largest magnitude decides the scale. n is a multiple of 4, or `by` is 1.
+template <uint32_t by>
 __global__ void to_halves_kernel(const float *x, uint32_t n, uint32_t n_k, __half *out, float *scale) {
+    using Floats = std::conditional_t<by == 4, float4, float>;
+    using Pieces = std::conditional_t<by == 4, uint2, __half>;
     __shared__ float shared[warp_size];
-    const float *row = x + uint64_t{n} * blockIdx.x;
+    const auto *row = reinterpret_cast<const Floats *>(x + uint64_t{n} * blockIdx.x);
     float largest = 0;
-    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x)
-        largest = fmaxf(largest, fabsf(row[i]));
+    for (uint32_t i = threadIdx.x; i < n / by; i += blockDim.x)
+        largest = fmaxf(largest, magnitude(row[i]));
     largest = block_max(largest, shared);
     int exponent = 0;
     if (largest > largest_half && largest < INFINITY)
         exponent = ilogbf(largest) - 14;
     const float down = ldexpf(1.0f, -exponent);
-    for (uint32_t i = threadIdx.x; i < n_k; i += blockDim.x)
-        out[uint64_t{n_k} * blockIdx.x + i] = __float2half_rn(i < n ? row[i] * down : 0.0f);
+    auto *to = reinterpret_cast<Pieces *>(out + uint64_t{n_k} * blockIdx.x);
+    for (uint32_t i = threadIdx.x; i < n_k / by; i += blockDim.x)
+        to[i] = rounded(i < n / by ? row[i] : Floats{}, down);
     if (threadIdx.x == 0)
         scale[blockIdx.x] = ldexpf(1.0f, exponent);
 }
@@ -231,7 +250,9 @@ Halves to_halves(pi_gpu &gpu, const float *x, uint32_t n_tokens, uint32_t n) {
     auto *memory = scratch_of<uint8_t>(gpu, gpu.halves, half_bytes + n_tokens * sizeof(float));
     auto *data = reinterpret_cast<__half *>(memory);
     auto *scale = reinterpret_cast<float *>(memory + half_bytes); // n_k is a multiple of 32
-    launch("rounding activations", gpu, to_halves_kernel, n_tokens, 256, 0, x, n, n_k, data, scale);
+    const auto kernel =
+        n % 4 == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0 ? to_halves_kernel<4> : to_halves_kernel<1>;
+    launch("rounding activations", gpu, kernel, n_tokens, 512, 0, x, n, n_k, data, scale);
     return {data, scale, n_tokens, n_k};
 }
 
