@@ -8,6 +8,7 @@
 #include "src/pool.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -26,10 +27,15 @@ constexpr uint32_t n_layers = 40;
 constexpr uint64_t limit_ns = 5'000'000'000;
 constexpr uint32_t part_packets = 8; // as the engine has it
 
+// How threads come to have all of x before they give a slice of the answer each.
 enum class Sharing {
     one,    // one thread takes all and gives all
-    slices, // every thread answers with the slice that it took: what the bus and the packets take
-    pool    // the engine's pool: a slice each into an array of all, which each reads before it gives a slice
+    slices, // none has: every thread answers with the slice that it took: what the bus and the packets take
+    pool,  // when a packet is there, a job of the pool: a slice each into one array, which the next job reads
+    ahead, // the same, but the first job waits for the packets
+    barrier, // one job ahead: a slice each into one array, a barrier, all of the array
+    each,    // one job ahead: every thread takes all packets, its own slice first
+    in_order // one job ahead: every thread takes all packets, the first one first
 };
 
 struct Variant {
@@ -98,7 +104,7 @@ class Exchange {
           n_packets_(pi::packets_for_elements(n_embd)), late_(device, 16), posted_(device, n_packets_),
           answer_(device, n_packets_), shared_(n_embd), step_(device.allocate<uint32_t>(2)),
           x_(device.allocate<float>(n_embd)), y_(device.allocate<float>(n_embd)),
-          pool_(variant.sharing == Sharing::pool ? n_threads : 1) {
+          pool_(has_pool(variant) ? n_threads : 1) {
         pool_.stay_awake(true);
         for (uint32_t i = 0; i < n_embd; ++i)
             inputs_.push_back(static_cast<float>(i % 1021) / 64 - 3);
@@ -127,6 +133,7 @@ class Exchange {
                 for (uint32_t i = 1; i <= n_runs_ * n_layers; ++i)
                     answer_slice(thread, from + n_layers + i);
             });
+        first_value_ = base_ + n_layers;
         std::vector<double> times;
         for (uint32_t run = 0; run < n_runs_; ++run)
             times.push_back(once(graph, answered));
@@ -139,15 +146,16 @@ class Exchange {
     }
 
   private:
+    static bool has_pool(const Variant &variant) {
+        return variant.sharing != Sharing::one && variant.sharing != Sharing::slices;
+    }
+
     void queue(uint32_t order, bool answered) const {
-        pi_gpu_post post{};
-        post.base = step_;
-        post.order = order;
+        pi_gpu_post_x post{};
+        post.post = {step_, order, n_packets_, posted_.device, nullptr};
         post.n_tokens = 1;
         post.n_embd = n_embd_;
         post.x = y_;
-        post.out = posted_.device;
-        post.out_stride = n_packets_;
         device_.check(device_.api->post(device_.gpu, &post));
         pi_gpu_merge merge{};
         merge.base = step_;
@@ -220,19 +228,58 @@ class Exchange {
         give(thread, value, own.data());
     }
 
-    void answer(uint32_t value) {
-        if (variant_.sharing != Sharing::pool)
-            return answer_slice(0, value);
+    // What a thread does with its input before it has a result: it reads all of it.
+    void read_all(const float *x) const {
+        float sum = 0;
+        for (uint32_t i = 0; i < n_embd_; i += 16)
+            sum += x[i];
+        asm volatile("" : : "m"(sum));
+    }
+
+    // All packets into the thread's own array, beginning with those of slice `first`.
+    const float *take_all(uint32_t first, uint32_t value) const {
+        static thread_local std::vector<float> own;
+        own.resize(n_embd_);
+        for (uint32_t i = 0; i < n_threads_; ++i)
+            take((first + i) % n_threads_, value, own.data());
+        return own.data();
+    }
+
+    void meet(uint32_t value) {
+        arrived_.fetch_add(1, std::memory_order_acq_rel);
+        const Spin spin;
+        while (arrived_.load(std::memory_order_acquire) < (value - first_value_) * n_threads_)
+            spin();
+    }
+
+    void answer_in_two_jobs(uint32_t value) {
         pi::WholePacket first;
-        pi::await_packet(posted_.host, value, Spin(), first);
+        if (variant_.sharing == Sharing::pool)
+            pi::await_packet(posted_.host, value, Spin(), first);
         pool_.run(n_threads_, [&](int64_t, uint32_t thread) { take(thread, value, shared_.data()); });
         pool_.run(n_threads_, [&](int64_t, uint32_t thread) {
-            float sum = 0; // what a thread does with its input before it has a result: it reads all of it
-            for (uint32_t i = 0; i < n_embd_; i += 16)
-                sum += shared_[i];
-            asm volatile("" : : "m"(sum));
+            read_all(shared_.data());
             give(thread, value, shared_.data());
         });
+    }
+
+    void answer_in_one_job(uint32_t value) {
+        pool_.run(n_threads_, [&](int64_t, uint32_t thread) {
+            if (variant_.sharing != Sharing::barrier)
+                return give(thread, value, take_all(variant_.sharing == Sharing::each ? thread : 0, value));
+            take(thread, value, shared_.data());
+            meet(value);
+            read_all(shared_.data());
+            give(thread, value, shared_.data());
+        });
+    }
+
+    void answer(uint32_t value) {
+        if (variant_.sharing == Sharing::one || variant_.sharing == Sharing::slices)
+            return answer_slice(0, value);
+        if (variant_.sharing == Sharing::pool || variant_.sharing == Sharing::ahead)
+            return answer_in_two_jobs(value);
+        answer_in_one_job(value);
     }
 
     const Device &device_;
@@ -246,6 +293,8 @@ class Exchange {
     uint32_t *step_;
     float *x_, *y_;
     uint32_t base_ = 0;
+    uint32_t first_value_ = 0; // exchanges of before the threads had a part in them
+    alignas(64) std::atomic<uint32_t> arrived_{0};
     pi::Pool pool_;
 
   public:
@@ -262,9 +311,9 @@ class Exchange {
 };
 
 constexpr Variant variants[] = {
-    {"one thread", Sharing::one},
-    {"slices", Sharing::slices},
-    {"pool", Sharing::pool},
+    {"one thread", Sharing::one},    {"slices", Sharing::slices},   {"pool", Sharing::pool},
+    {"ahead", Sharing::ahead},       {"barrier", Sharing::barrier}, {"each", Sharing::each},
+    {"in order", Sharing::in_order},
 };
 
 void run(const char *path, uint32_t n_threads, uint32_t n_runs) {

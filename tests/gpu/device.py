@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-ABI = 5
+ABI = 6
 U32, I32, U64, F32, Ptr = ct.c_uint32, ct.c_int32, ct.c_uint64, ct.c_float, ct.c_void_p
 
 # PI_KT_*, in the order of kernels.h: name -> GGUF type id
@@ -142,15 +142,32 @@ class Post(ct.Structure):
     _fields_ = (
         ("base", Ptr),
         ("order", U32),
-        ("n_tokens", U32),
-        ("n_embd", U32),
-        ("x", Ptr),
-        ("mask", Ptr),
-        ("mask_words", U32),
-        ("mask_stride", U32),
         ("out_stride", U32),
         ("out", Ptr),
         ("stamp", Ptr),
+    )
+
+
+class PostX(ct.Structure):
+    _fields_ = (
+        ("post", Post),
+        ("n_tokens", U32),
+        ("n_embd", U32),
+        ("x", Ptr),
+        ("norm", Norm),
+    )
+
+
+class Mask(ct.Structure):
+    _fields_ = (
+        ("predictor", ct.POINTER(Predictor)),
+        ("logits", Ptr),
+        ("n_tokens", U32),
+        ("n", U32),
+        ("threshold", F32),
+        ("first_word", U32),
+        ("words", Ptr),
+        ("post", Post),
     )
 
 
@@ -215,12 +232,12 @@ class Api(ct.Structure):
             _function(Ptr, ct.POINTER(Kv), ct.POINTER(Step), ct.POINTER(Rope), Ptr, Ptr, Ptr),
         ),
         ("attend", _function(Ptr, ct.POINTER(Attention))),
-        ("mask", _function(Ptr, Ptr, U32, U32, F32, Ptr)),
+        ("mask", _function(Ptr, ct.POINTER(Mask))),
         ("allocate_host", _function(Ptr, U64, ct.POINTER(Ptr), ct.POINTER(Ptr))),
         ("release_host", _function(Ptr, Ptr)),
         ("query", _function(Ptr, ct.POINTER(U32))),
         ("waits", _function(Ptr, ct.POINTER(U32), ct.POINTER(U32))),
-        ("post", _function(Ptr, ct.POINTER(Post))),
+        ("post", _function(Ptr, ct.POINTER(PostX))),
         ("merge", _function(Ptr, ct.POINTER(Merge))),
         ("stamp", _function(Ptr, Ptr)),
     )

@@ -60,6 +60,12 @@ def asking(model: Model, interrupted: Callable[[], bool]) -> Iterator[None]:
         library.pi_engine_set_abort(model.engine.handle, native_lib.AbortFn(), None)
 
 
+def answer_late(aborted: bool) -> bool:
+    """So that the next question comes in the same step."""
+    time.sleep(0.03)
+    return aborted
+
+
 def decoded(model: Model) -> np.ndarray:
     """Logits of single tokens: the first step is queued, the second recorded, the others replayed."""
     run_chunks(model, TOKENS[:6], 6)
@@ -108,7 +114,7 @@ def test_a_step_that_is_aborted_leaves_the_engine_whole(path: Path, way: HandOve
         for n_asked in (1, 2):
             asked = iter(range(n_asked))
             with (
-                asking(model, lambda asked=asked: next(asked, None) is None),
+                asking(model, lambda asked=asked: answer_late(next(asked, None) is None)),
                 pytest.raises(PiError) as failure,
             ):
                 model.engine.run(ONE_MORE)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpu.blocks import random_rows, values_of
-from gpu.device import TYPES, Device, Neurons, Norm, Predictor
+from gpu.device import TYPES, Device, Mask, Neurons, Norm, Predictor
 from gpu.test_products import FLOATS, UNIT, normed, rounding, some_x
 
 SILU, RELU = 0, 1
@@ -78,7 +78,7 @@ def test_neurons_of_a_token(
 def test_neurons_that_a_predictor_names(
     device: Device, kind: str, rank: int, up_kind: str, n_rows: int
 ) -> None:
-    """The same neurons, bit for bit, as with the mask of its logits in float64; kind is fc2's."""
+    """The same neurons, bit for bit, as with the mask of its logits in float64, which is also what it says by itself."""
     n_cols = 128
     seeds = (("Q4_0", 21), (up_kind, 22))
     gate, up = (device.rows(k, random_rows(k, n_rows, n_cols, seed=s), n_cols) for k, s in seeds)
@@ -108,6 +108,11 @@ def test_neurons_that_a_predictor_names(
         work = Neurons(gate, up, x, None, *choice, RELU, 0.0, counts, counts + 8, out)
         device.neurons(ct.byref(work))
         results.append((device.get(out, n_rows), device.get(counts, 2, np.uint64)))
+    words = device.poisoned(bits.size // 4)
+    device.mask(ct.byref(Mask(predictor=ct.pointer(predictor), words=words)))
+    np.testing.assert_array_equal(
+        device.get(words, bits.size // 4, np.uint32), bits.view(np.uint32)
+    )
     (by_mask, counts_by_mask), (got, got_counts) = results
     np.testing.assert_array_equal(got, by_mask)
     np.testing.assert_array_equal(got_counts, counts_by_mask)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from gpu.device import U32, Device, Merge, Post, Ptr
+from gpu.device import U32, Device, Mask, Merge, Norm, Post, PostX, Ptr
 
 
 class Pinned:
@@ -81,35 +81,41 @@ def unpacked(packets: np.ndarray, n: int) -> np.ndarray:
 
 
 def posted(
-    device: Device, pinned: object, x: np.ndarray, n_more: int, **fields: object
+    device: Device, pinned: object, x: np.ndarray, n_more: int = 0, norm: Norm | None = None
 ) -> np.ndarray:
     """Packets [n_tokens, packets + n_more, 4] that the device posts of x for exchange 42."""
     n_tokens, n_embd = x.shape
     stride = -(-n_embd // ELEMENTS) + n_more
     out = pinned((n_tokens, stride, WORDS + 1), np.uint32)
     base = device.put(np.array([40], np.uint32))
-    work = Post(base=base, order=2, n_tokens=n_tokens, n_embd=n_embd, x=device.put(x), **fields)
-    work.out, work.out_stride = out.address, stride
+    post = Post(base=base, order=2, out_stride=stride, out=out.address)
+    work = PostX(post=post, n_tokens=n_tokens, n_embd=n_embd, x=device.put(x), norm=norm or Norm())
     device.post(ct.byref(work))
     device.synchronize()
     return out.array
 
 
-@pytest.mark.parametrize(("n_tokens", "masked"), [(1, True), (1, False), (5, True)])
-def test_post(device: Device, pinned: object, n_tokens: int, masked: bool) -> None:
-    rng = np.random.default_rng(0)
-    words, copied = 700, 601 if masked else 0
-    x = rng.standard_normal((n_tokens, 1540)).astype(np.float32)
-    mask = rng.integers(0, 2**32, (n_tokens, words), dtype=np.uint32)
-    handed = packed_words(mask[:, words - copied :], 42)
-    at = device.put(mask) + 4 * (words - copied)
-    got = posted(
-        device, pinned, x, handed.shape[1] + 2, mask=at, mask_words=copied, mask_stride=words
-    )
-    n = -(-x.shape[1] // ELEMENTS)
-    np.testing.assert_array_equal(got[:, :n], packed(x, 42))
-    np.testing.assert_array_equal(got[:, n:-2], handed)
+@pytest.mark.parametrize("n_tokens", [1, 5])
+def test_post(device: Device, pinned: object, n_tokens: int) -> None:
+    x = np.random.default_rng(0).standard_normal((n_tokens, 1540)).astype(np.float32)
+    got = posted(device, pinned, x, 2)
+    np.testing.assert_array_equal(got[:, :-2], packed(x, 42))
     assert (got[:, -2:] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 5120), (3, 96)])
+def test_post_normalises(device: Device, pinned: object, shape: tuple[int, int]) -> None:
+    """What is posted is what later kernels read; that is within the rounding of the sum of squares."""
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal(shape).astype(np.float32)
+    gain = rng.uniform(0.5, 2, shape[1]).astype(np.float32)
+    out = device.poisoned(shape)
+    got = posted(device, pinned, x, norm=Norm(device.put(gain), 1e-5, out))
+    normed = device.get(out, shape)
+    np.testing.assert_array_equal(got, packed(normed, 42))
+    squares = (x.astype(np.float64) ** 2).mean(axis=1, keepdims=True)
+    # A thread adds up at most 80 squares, a block 7 levels more; then a root and two products.
+    np.testing.assert_allclose(normed, x / np.sqrt(squares + 1e-5) * gain, rtol=100 * 2.0**-24)
 
 
 def test_elements_of_any_size(device: Device, pinned: object) -> None:
@@ -118,7 +124,7 @@ def test_elements_of_any_size(device: Device, pinned: object) -> None:
     sizes = np.array([[1e-42, 1e-30, 1.0, 7e4, 1e30, 3e38]]).T
     x = (rng.uniform(-1, 1, (6, 600)) * sizes).astype(np.float32)
     x[2, :12] = [2 - 2**-20, -2, 0, -0.0, 2**-20, 1, *[0] * 6]
-    got = posted(device, pinned, x, 0)
+    got = posted(device, pinned, x)
     np.testing.assert_array_equal(got, packed(x, 42))
     largest = np.abs(rows_of_packets(x.astype(np.float64), ELEMENTS)).max(axis=2)
     limits = np.maximum(largest * PACKET_ERROR, 2.0**-126).repeat(ELEMENTS, axis=1)
@@ -131,7 +137,7 @@ def test_what_is_not_finite_does_not_become_finite(
 ) -> None:
     x = np.ones((1, 18), np.float32)
     x[0, 7] = bad
-    got = posted(device, pinned, x, 0)
+    got = posted(device, pinned, x)
     np.testing.assert_array_equal(got[0, :, WORDS], 42 << 8 | np.array([113, 255, 113]))
     merging = Merging(device, pinned, (1, 18))
     merging.give()
@@ -252,8 +258,26 @@ def test_masks(device: Device, n: int) -> None:
     logits[0, :5] = 0.25  # at the threshold: passes
     n_words = -(-n // 32)
     words = device.poisoned((3, n_words), np.uint32)
-    device.mask(device.put(logits), 3, n, 0.25, words)
+    work = Mask(None, device.put(logits), 3, n, 0.25, 0, words, Post())
+    device.mask(ct.byref(work))
     got = device.get(words, (3, n_words), np.uint32)
     bits_of = np.unpackbits(got.view(np.uint8), axis=1, bitorder="little")
     np.testing.assert_array_equal(bits_of[:, :n] == 1, logits >= np.float32(0.25))
     assert (bits_of[:, n:] == 0).all()
+
+
+@pytest.mark.parametrize(("n", "first"), [(32, 0), (1000, 5), (4100, 12), (4100, 128), (13824, 97)])
+def test_masks_are_posted(device: Device, pinned: object, n: int, first: int) -> None:
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((2, n)).astype(np.float32)
+    n_words = -(-n // 32)
+    words = device.poisoned((2, n_words), np.uint32)
+    stride = -(-(n_words - first) // WORDS) + 1
+    out = pinned((2, stride, WORDS + 1), np.uint32)
+    post = Post(device.put(np.array([40], np.uint32)), 2, stride, out.address, None)
+    device.mask(ct.byref(Mask(None, device.put(logits), 2, n, 0.5, first, words, post)))
+    got = device.get(words, (2, n_words), np.uint32)
+    bits = np.packbits(np.pad(logits >= 0.5, ((0, 0), (0, -n % 32))), axis=1, bitorder="little")
+    np.testing.assert_array_equal(got, bits.view(np.uint32))
+    np.testing.assert_array_equal(out.array[:, :-1], packed_words(got[:, first:], 42))
+    assert (out.array[:, -1:] == 0).all()

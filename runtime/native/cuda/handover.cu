@@ -41,30 +41,43 @@ __device__ float element(const uint4 &packet, uint32_t i) {
     return static_cast<float>(integer) * __uint_as_float((packet.w & 255u) << 23);
 }
 
-// Block (packets of a token, token): a thread a packet, of x or, after those, of the mask.
-__global__ void __launch_bounds__(packet_threads) post_kernel(const __grid_constant__ pi_gpu_post work) {
-    const uint32_t packet = blockIdx.x * packet_threads + threadIdx.x, token = blockIdx.y;
-    const uint32_t x_packets = (work.n_embd + packet_elements - 1) / packet_elements;
-    if (work.stamp != nullptr && packet == 0 && token == 0)
-        *work.stamp = global_time_ns();
-    const uint32_t value = *work.base + work.order;
-    pi_gpu_packet *out = work.out + uint64_t{token} * work.out_stride + packet;
-    if (packet < x_packets) {
-        const float *x = work.x + uint64_t{token} * work.n_embd;
-        float elements[packet_elements];
-#pragma unroll
-        for (uint32_t i = 0; i < packet_elements; ++i) {
-            const uint32_t at = packet_elements * packet + i;
-            elements[i] = at < work.n_embd ? x[at] : 0.0f;
-        }
-        return store_whole(out, pack(elements, value));
+// 1 / sqrt(mean of squares + eps) of the token, for every thread of a block.
+__device__ float scale_of(const pi_gpu_post_x &work, const float *x) {
+    __shared__ float shared[warp_size];
+    float squares = 0;
+    for (uint32_t i = threadIdx.x; i < work.n_embd / 4; i += packet_threads) {
+        const float4 four = __ldcg(reinterpret_cast<const float4 *>(x) + i);
+        squares += four.x * four.x + four.y * four.y + four.z * four.z + four.w * four.w;
     }
-    const uint32_t first = packet_words * (packet - x_packets);
-    if (first >= work.mask_words)
+    squares = block_sum(squares, shared);
+    return 1.0f / sqrtf(squares / static_cast<float>(work.n_embd) + work.norm.eps);
+}
+
+// Block (packets of a token, token): a thread a packet. With a norm every block sums up the token's squares.
+__global__ void __launch_bounds__(packet_threads) post_kernel(const __grid_constant__ pi_gpu_post_x work) {
+    const uint32_t packet = blockIdx.x * packet_threads + threadIdx.x, token = blockIdx.y;
+    const uint64_t row = uint64_t{token} * work.n_embd;
+    const float *gain = work.norm.gain;
+    let_next_begin();
+    wait_for_previous();
+    if (work.post.stamp != nullptr && packet == 0 && token == 0)
+        *work.post.stamp = global_time_ns();
+    const float scale = gain == nullptr ? 1.0f : scale_of(work, work.x + row);
+    if (packet * packet_elements >= work.n_embd)
         return;
-    const uint32_t *mask = work.mask + uint64_t{token} * work.mask_stride + first;
-    const uint32_t n = work.mask_words - first;
-    store_whole(out, {mask[0], n > 1 ? mask[1] : 0, n > 2 ? mask[2] : 0, value << 8});
+    float elements[packet_elements];
+#pragma unroll
+    for (uint32_t i = 0; i < packet_elements; ++i) {
+        const uint32_t at = packet_elements * packet + i;
+        elements[i] = 0;
+        if (at >= work.n_embd)
+            continue;
+        elements[i] = __ldcg(work.x + row + at) * scale;
+        if (gain != nullptr)
+            work.norm.out[row + at] = elements[i] *= gain[at];
+    }
+    store_whole(work.post.out + uint64_t{token} * work.post.out_stride + packet,
+                pack(elements, __ldcg(work.post.base) + work.post.order));
 }
 
 // Whether there is still something to wait for. The first to give up says so to all others.
@@ -82,7 +95,7 @@ __device__ bool may_come(const pi_gpu_merge &work, uint32_t value, uint64_t begi
 
 // The packet, once it has come; false: the step is given up, here or in an earlier layer.
 __device__ bool await_packet(const pi_gpu_merge &work, const pi_gpu_packet *at, uint4 &packet) {
-    const uint32_t value = *work.base + work.order;
+    const uint32_t value = __ldcg(work.base) + work.order;
     packet = load_whole(at);
     if (packet.w >> 8 == value)
         return true;
@@ -101,7 +114,7 @@ __device__ float shares_of(const pi_gpu_merge &work, uint64_t i) {
     float sum = 0;
     for (const float *share : {work.share[0], work.share[1]}) {
         if (share != nullptr)
-            sum += share[i];
+            sum += __ldcg(share + i);
     }
     return sum;
 }
@@ -110,13 +123,15 @@ __device__ float shares_of(const pi_gpu_merge &work, uint64_t i) {
 __global__ void __launch_bounds__(packet_threads) merge_kernel(const __grid_constant__ pi_gpu_merge work) {
     const uint32_t packet = blockIdx.x * packet_threads + threadIdx.x, token = blockIdx.y;
     const uint32_t first = packet_elements * packet;
+    let_next_begin();
+    wait_for_previous();
     if (first < work.n_embd) {
         const uint32_t n = min(packet_elements, work.n_embd - first);
         const uint64_t at = uint64_t{token} * work.n_embd + first;
         float sum[packet_elements], y[packet_elements]; // there before the answer is
 #pragma unroll
         for (uint32_t i = 0; i < packet_elements; ++i) {
-            y[i] = i < n ? work.y[at + i] : 0.0f;
+            y[i] = i < n ? __ldcg(work.y + at + i) : 0.0f;
             sum[i] = i < n ? shares_of(work, at + i) : 0.0f;
         }
         uint4 answer = {0, 0, 0, 0};
@@ -182,20 +197,19 @@ int32_t waits(pi_gpu *gpu, uint32_t *spin, uint32_t *gate) {
     });
 }
 
-int32_t post(pi_gpu *gpu, const pi_gpu_post *work) {
+int32_t post(pi_gpu *gpu, const pi_gpu_post_x *work) {
     return operate(gpu, [&](pi_gpu &device) {
-        const unsigned packets =
-            ceil_div(work->n_embd, packet_elements) + ceil_div(work->mask_words, packet_words);
-        launch("posting to the CPU", device, post_kernel,
-               dim3(ceil_div(packets, packet_threads), work->n_tokens), packet_threads, 0, *work);
+        const dim3 grid(ceil_div(work->n_embd, packet_elements * packet_threads), work->n_tokens);
+        launch_early("posting to the CPU", device, post_kernel, grid, packet_threads, 0, *work);
     });
 }
 
 int32_t merge(pi_gpu *gpu, const pi_gpu_merge *work) {
     return operate(gpu, [&](pi_gpu &device) {
         const dim3 grid(ceil_div(work->n_embd, packet_elements * packet_threads), work->n_tokens);
-        if (work->gate != nullptr)
-            wait_for_value(device.stream, work->gate, 1);
+        if (work->gate == nullptr)
+            return launch_early("merging shares", device, merge_kernel, grid, packet_threads, 0, *work);
+        wait_for_value(device.stream, work->gate, 1); // after which nothing begins early
         launch("merging shares", device, merge_kernel, grid, packet_threads, 0, *work);
     });
 }

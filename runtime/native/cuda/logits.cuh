@@ -23,6 +23,15 @@ inline bool has_logits(uint32_t type, uint32_t rank) {
            ((type == PI_KT_Q8_0 || type == PI_KT_Q5_0) && rank <= vector_chunk<PI_KT_Q8_0, 1>);
 }
 
+inline Logits logits_of(const pi_gpu_predictor &of) {
+    return {static_cast<const uint8_t *>(of.fc2.data),
+            of.fc2.row_stride,
+            of.fc2.kernel_type,
+            of.fc2.n_cols,
+            of.hidden,
+            of.threshold};
+}
+
 // Of shared memory.
 inline uint32_t hidden_bytes(const Logits &of) {
     if (of.rows == nullptr)

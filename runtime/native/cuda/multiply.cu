@@ -118,17 +118,11 @@ void predict_in(pi_gpu &gpu, const pi_gpu_predictor &of, NeuronsLaunch &work) {
     if (fc2.n_rows != work.n_rows)
         throw Failure{PI_FAILURE, "a predictor of another number of neurons"};
     if (has_logits(fc2.kernel_type, fc2.n_cols)) {
-        work.logits = {static_cast<const uint8_t *>(fc2.data),
-                       fc2.row_stride,
-                       fc2.kernel_type,
-                       fc2.n_cols,
-                       of.hidden,
-                       of.threshold};
+        work.logits = logits_of(of);
         return;
     }
-    const pi_gpu_product product = {fc2, nullptr, of.logits, 0, 0};
-    multiply_vectors(gpu, &product, 1, fc2.kernel_type, of.hidden, 1, nullptr);
-    mask_rows(gpu, of.logits, 1, fc2.n_rows, of.threshold, of.mask);
+    multiply_logits(gpu, of);
+    mask_rows(gpu, {nullptr, of.logits, 1, fc2.n_rows, of.threshold, 0, of.mask, {}});
     work.mask = of.mask;
 }
 
@@ -137,6 +131,11 @@ bool as_vectors(uint32_t kernel_type, uint32_t n_tokens) {
 }
 
 } // namespace
+
+void multiply_logits(pi_gpu &gpu, const pi_gpu_predictor &of) {
+    const pi_gpu_product product = {of.fc2, nullptr, of.logits, 0, 0};
+    multiply_vectors(gpu, &product, 1, of.fc2.kernel_type, of.hidden, 1, nullptr);
+}
 
 int32_t multiply(pi_gpu *gpu, const pi_gpu_product *products, uint32_t n, const float *x, uint32_t n_tokens,
                  const pi_gpu_norm *norm) {

@@ -45,12 +45,12 @@ int32_t record(pi_gpu *, const float *activations, uint32_t n, uint64_t *words);
 int32_t place_heads(pi_gpu *, const pi_gpu_kv *, const pi_gpu_step *, const pi_gpu_rope *, float *q,
                     const float *k, const float *v);
 int32_t attend(pi_gpu *, const pi_gpu_attention *);
-int32_t mask(pi_gpu *, const float *logits, uint32_t n_tokens, uint32_t n, float threshold, uint32_t *words);
+int32_t mask(pi_gpu *, const pi_gpu_mask *);
 int32_t allocate_host(pi_gpu *, uint64_t n_bytes, void **host, void **device);
 int32_t release_host(pi_gpu *, void *host);
 int32_t query(pi_gpu *, uint32_t *busy);
 int32_t waits(pi_gpu *, uint32_t *spin, uint32_t *gate);
-int32_t post(pi_gpu *, const pi_gpu_post *);
+int32_t post(pi_gpu *, const pi_gpu_post_x *);
 int32_t merge(pi_gpu *, const pi_gpu_merge *);
 int32_t stamp(pi_gpu *, uint64_t *at);
 

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define PI_GPU_ABI 5u
+#define PI_GPU_ABI 6u
 #define PI_GPU_ENTRY "pi_gpu_api_get"
 #define PI_GPU_MAX_PRODUCTS 4
 #define PI_GPU_TOP_LOGITS 2048u /* of a row that a block of top searches */
@@ -148,20 +148,37 @@ typedef struct pi_gpu_packet {
     uint32_t tag;                       /* value << 8 | step; value 0: none yet; step 0: words of a mask */
 } pi_gpu_packet;
 
-/* What a split layer hands to the CPU: packets whose value is *base + order. */
+/* Where packets for the CPU go; their value is *base + order. */
 typedef struct pi_gpu_post {
     const uint32_t *base;
     uint32_t order;
-    uint32_t n_tokens;
-    uint32_t n_embd;
-    const float *x;       /* [n_tokens, n_embd] */
-    const uint32_t *mask; /* [n_tokens, mask_stride] words from the CPU's first neuron on */
-    uint32_t mask_words;  /* of a token that are handed over; 0: none */
-    uint32_t mask_stride;
-    uint32_t out_stride; /* packets of a token's row, at least those of x and of the mask */
-    pi_gpu_packet *out;  /* host memory [n_tokens, out_stride] packets of x, then of the mask */
+    uint32_t out_stride; /* packets of a token's row */
+    pi_gpu_packet *out;  /* host memory [n_tokens, out_stride]; NULL: nothing is posted */
     uint64_t *stamp;     /* host, or NULL: nanoseconds of the device's clock at the post */
 } pi_gpu_post;
+
+/* x [n_tokens, n_embd], normalised first with a norm, goes to the CPU. */
+typedef struct pi_gpu_post_x {
+    pi_gpu_post post;
+    uint32_t n_tokens;
+    uint32_t n_embd;
+    const float *x;
+    pi_gpu_norm norm; /* gain NULL: none; else out becomes what is posted */
+} pi_gpu_post_x;
+
+/* words [n_tokens, ceil(n / 32)]: bit i of a token = logits [n_tokens, n] >= threshold; or those of a single
+ * token that the predictor names, and of the fields before words none. Of each token the words from
+ * first_word on are posted. */
+typedef struct pi_gpu_mask {
+    const pi_gpu_predictor *predictor; /* or NULL */
+    const float *logits;
+    uint32_t n_tokens;
+    uint32_t n;
+    float threshold;
+    uint32_t first_word;
+    uint32_t *words;
+    pi_gpu_post post;
+} pi_gpu_mask;
 
 /* y [n_tokens, n_embd] += shares + answer, whose packets get the value *base + order. Without an answer
  * nothing is waited for. When *abandoned is not 0, or limit_ns have passed (then *late becomes the value
@@ -268,9 +285,7 @@ typedef struct pi_gpu_api {
     int32_t (*attend)(pi_gpu *, const pi_gpu_attention *);
 
     /* ---- predicted neurons ---- */
-    /* words [n_tokens, ceil(n / 32)]: bit i of a token = logits [n_tokens, n] >= threshold */
-    int32_t (*mask)(pi_gpu *, const float *logits, uint32_t n_tokens, uint32_t n, float threshold,
-                    uint32_t *words);
+    int32_t (*mask)(pi_gpu *, const pi_gpu_mask *);
 
     /* ---- layers that the CPU computes a share of ---- */
     /* Pinned host memory, and its address for operations. Not of the budget. */
@@ -281,7 +296,7 @@ typedef struct pi_gpu_api {
     int32_t (*query)(pi_gpu *, uint32_t *busy);
     /* *spin: kernels may wait long, since nothing ends them; *gate: the stream can wait by itself. */
     int32_t (*waits)(pi_gpu *, uint32_t *spin, uint32_t *gate);
-    int32_t (*post)(pi_gpu *, const pi_gpu_post *);
+    int32_t (*post)(pi_gpu *, const pi_gpu_post_x *);
     int32_t (*merge)(pi_gpu *, const pi_gpu_merge *);
     /* *at, host memory, becomes the device's clock once what is queued before is done. */
     int32_t (*stamp)(pi_gpu *, uint64_t *at);

@@ -45,9 +45,9 @@ void run_gemm(pi_gpu &gpu, const Gemm &work);
 void normalise(pi_gpu &gpu, const float *x, const float *gain, uint32_t n_rows, uint32_t n, float eps,
                float *out);
 
-// words [n_tokens, ceil(n / 32)]: bit i of a token = logits [n_tokens, n] >= threshold
-void mask_rows(pi_gpu &gpu, const float *logits, uint32_t n_tokens, uint32_t n, float threshold,
-               uint32_t *words);
+// of.logits of all its rows
+void multiply_logits(pi_gpu &gpu, const pi_gpu_predictor &of);
+void mask_rows(pi_gpu &gpu, const pi_gpu_mask &work); // without a predictor
 
 // out [n_cols] (+)= sum of coef[i] * row i over all rows; those of coefficients 0 are not read
 void accumulate_rows(pi_gpu &gpu, const pi_gpu_rows &rows, const float *coef, bool add, float *out);

@@ -248,9 +248,9 @@ void Forward::ffn(Side &side, const Pass &pass, uint32_t layer) const {
 }
 
 void Forward::split_ffn(Side &side, const Pass &pass, uint32_t layer, Answers answers) const {
-    const FfnArgs args = ffn_args(side, pass, layer);
-    side.ops.rms_norm(side.stream, side.buffers.residual, args.layer->ffn_norm, args.n_tokens,
-                      model.config.n_embd, model.config.rms_eps, side.buffers.normed);
+    const InputNorm norm = {model.weights.layers[layer].ffn_norm, model.config.rms_eps, side.buffers.normed};
+    FfnArgs args = ffn_args(side, pass, layer);
+    args.norm = &norm;
     sides.hand_over->queue_shares(args, layer);
     if (answers == Answers::at_once && needs_answer(layer + 1))
         cold_ffn(pass, layer);
@@ -267,6 +267,7 @@ void Forward::cold_ffn(const Pass &pass, uint32_t layer) const {
     args.normed = posted.normed;
     args.mask = posted.mask;
     args.mask_stride = posted.mask_stride;
+    args.await_masks = posted.await_masks ? &posted.await_masks : nullptr;
     args.out = posted.out;
     args.deliver = posted.deliver;
     sides.cpu->ops.ffn(sides.cpu->stream, args);

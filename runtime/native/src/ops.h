@@ -59,6 +59,9 @@ struct FfnCounts {
 using DeliverColumns = std::function<void(uint32_t token, uint32_t begin, uint32_t end)>;
 constexpr uint32_t delivered_columns = 48; // three cache lines: no two threads write one
 
+// Returns once the masks of tokens [begin, end) are there. Throws Error: they do not come.
+using AwaitMasks = std::function<void(uint32_t begin, uint32_t end)>;
+
 // Neurons [neuron_begin, neuron_end) of a layer's FFN: out = their share of the block's output.
 struct FfnArgs {
     const ModelConfig *config;
@@ -74,6 +77,7 @@ struct FfnArgs {
     const float *residual;     // [n_tokens, n_embd] the predictor's input: the stream before ffn_norm
     const uint64_t *mask; // [n_tokens, mask_stride] bit i: neuron_begin + i is let through; null: predict
     uint64_t mask_stride;
+    const AwaitMasks *await_masks; // called before mask is read, when all else is ready; null: it is there
     float *out;                    // [n_tokens, n_embd]
     float *add_to;                 // [n_tokens, n_embd] gets the share added, and out is scratch; or null
     const DeliverColumns *deliver; // what is told of out; or null

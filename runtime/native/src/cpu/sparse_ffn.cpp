@@ -11,7 +11,8 @@
 namespace pi {
 namespace {
 
-constexpr int64_t block = 32; // neurons: ranges are made of these
+constexpr int64_t block = 32;                        // neurons: ranges are made of these
+constexpr uint64_t line_floats = 64 / sizeof(float); // of a cache line
 
 class SparseFfn {
   public:
@@ -28,7 +29,11 @@ class SparseFfn {
     }
 
     void run() {
-        predict();
+        if (args_.mask == nullptr)
+            predict();
+        prepare();
+        if (args_.mask != nullptr)
+            take_masks();
         split();
         fire();
         finish();
@@ -43,13 +48,32 @@ class SparseFfn {
         return masked(token) ? starts_[token * (n_blocks_ + 1) + at] : std::min(at * block, n_);
     }
 
-    // Candidates of the masked tokens, run by run of them; with given masks, of any token.
+    // The tokens as the products read them. While masks are on their way every thread's core fetches them.
+    void prepare() const {
+        const uint64_t n_embd = layer_.gate.n_cols;
+        const float *normed = args_.normed + first_ * n_embd;
+        if (uses_int8(stream_, layer_.gate, 1) || uses_int8(stream_, layer_.up, 1))
+            return quantise_input(stream_, normed, n_tokens_, n_embd);
+        if (args_.await_masks == nullptr)
+            return;
+        stream_.pool.run(stream_.pool.n_threads(), [&](int64_t, uint32_t) {
+            for (uint64_t i = 0; i < n_tokens_ * n_embd; i += line_floats)
+                __builtin_prefetch(normed + i);
+        });
+    }
+
+    // Candidates of the masked tokens, by given masks.
+    void take_masks() {
+        if (args_.await_masks != nullptr)
+            (*args_.await_masks)(first_, first_ + n_tokens_);
+        stream_.pool.run(n_tokens_, [&](int64_t i, uint32_t) {
+            if (masked(static_cast<uint32_t>(i)))
+                list_masked(static_cast<uint32_t>(i));
+        });
+    }
+
+    // The same by the predictor, run by run of them.
     void predict() {
-        if (args_.mask != nullptr)
-            return stream_.pool.run(n_tokens_, [&](int64_t i, uint32_t) {
-                if (masked(static_cast<uint32_t>(i)))
-                    list_masked(static_cast<uint32_t>(i));
-            });
         for (uint32_t begin = 0, end = 0; begin < n_tokens_; begin = end) {
             end = begin + 1;
             while (masked(begin) && end < n_tokens_ && masked(end))
@@ -115,32 +139,35 @@ class SparseFfn {
         return std::min(n, block);
     }
 
+    // How many ranges: as many for every thread, since the last of them are waited for.
+    int64_t count_ranges(int64_t n_rows) const {
+        const auto row_bytes = static_cast<int64_t>(layer_.gate.row_bytes);
+        int64_t limit = rows_per_chunk(stream_, n_rows * row_bytes, row_bytes);
+        if (n_tokens_ > 1)
+            limit = std::min(limit, std::max(shared_bytes / row_bytes, block));
+        const auto n_threads = static_cast<int64_t>(stream_.pool.n_threads());
+        return (std::max<int64_t>(n_rows / limit, 1) + n_threads - 1) / n_threads * n_threads;
+    }
+
     // Ranges of blocks with about as many rows to read.
     void split() {
         int64_t n_rows = 0;
         for (int64_t at = 0; at < n_blocks_; ++at)
             n_rows += rows_of_block(at);
-        const auto row_bytes = static_cast<int64_t>(layer_.gate.row_bytes);
-        int64_t limit = rows_per_chunk(stream_, n_rows * row_bytes, row_bytes);
-        if (n_tokens_ > 1)
-            limit = std::min(limit, std::max(shared_bytes / row_bytes, block));
+        const int64_t n_wanted = count_ranges(n_rows);
         ranges_ = stream_.ranges.as<int64_t>(static_cast<uint64_t>(n_blocks_ + 1));
-        ranges_[0] = n_ranges_ = n_rows = 0;
-        for (int64_t at = 0; at < n_blocks_; ++at) {
-            n_rows += rows_of_block(at);
-            if (n_rows < limit && at + 1 < n_blocks_)
+        ranges_[0] = n_ranges_ = 0;
+        for (int64_t at = 0, seen = 0, next = 1; at < n_blocks_; ++at) {
+            seen += rows_of_block(at);
+            if (seen * n_wanted < std::max<int64_t>(n_rows, 1) * next && at + 1 < n_blocks_)
                 continue;
             ranges_[++n_ranges_] = at + 1;
-            n_rows = 0;
+            next = seen * n_wanted / std::max<int64_t>(n_rows, 1) + 1;
         }
         range_fired_ = stream_.range_fired.as<int64_t>(static_cast<uint64_t>(n_ranges_) * n_tokens_);
     }
 
     void fire() {
-        const uint64_t n_embd = layer_.gate.n_cols;
-        const float *normed = args_.normed + first_ * n_embd;
-        if (uses_int8(stream_, layer_.gate, 1) || uses_int8(stream_, layer_.up, 1))
-            quantise_input(stream_, normed, n_tokens_, n_embd);
         stream_.pool.run(n_ranges_, [&](int64_t range, uint32_t) {
             multiply_gates(range);
             for (uint32_t token = 0; token < n_tokens_; ++token)

@@ -18,6 +18,11 @@ bool is_masked(const FfnArgs &args, uint32_t token) {
     return args.modes[token] == PI_FFN_PREDICTED;
 }
 
+// A step's only token, whose neurons are chosen where they are computed.
+bool is_lone(const FfnArgs &args) {
+    return args.n_tokens == 1 && is_masked(args, 0);
+}
+
 class Ffn {
   public:
     Ffn(GpuStream &stream, const FfnArgs &args)
@@ -53,26 +58,52 @@ class Ffn {
 
     // The same of a step's only token, whose neurons the predictor names meanwhile.
     void predicted_single() {
-        predict_hidden(0, 1);
-        const pi_gpu_predictor predictor = {stream_.rows(layer_.predictor_fc2), buffers_.hidden,
-                                            args_.sparse_threshold, buffers_.logits, buffers_.mask};
+        const pi_gpu_predictor predictor = predictor_of(args_.neuron_begin, args_.neuron_end);
         pi_gpu_neurons of = neurons_of(0);
         of.predictor = &predictor;
         device_.call(&pi_gpu_api::neurons, static_cast<const pi_gpu_neurons *>(&of));
         down(0, 1);
     }
 
-    // Masks of a few tokens, over all neurons of the layer.
-    void predict(uint32_t begin, uint32_t n_tokens) {
+    // Masks of a few tokens, over all neurons of the layer; token 0's row of what is posted is post.out.
+    void predict(uint32_t begin, uint32_t n_tokens, uint32_t first_word, const pi_gpu_post &post) {
         predict_hidden(begin, n_tokens);
         const pi_gpu_product second = product(stream_.rows(layer_.predictor_fc2), buffers_.logits);
         device_.call(&pi_gpu_api::multiply, &second, 1u, static_cast<const float *>(buffers_.hidden),
                      n_tokens, nullptr);
-        device_.call(&pi_gpu_api::mask, static_cast<const float *>(buffers_.logits), n_tokens, config_.n_ff,
-                     args_.sparse_threshold, buffers_.mask + uint64_t{begin} * mask_words(config_));
+        pi_gpu_mask mask{};
+        mask.logits = buffers_.logits;
+        mask.n_tokens = n_tokens;
+        mask.n = config_.n_ff;
+        mask.threshold = args_.sparse_threshold;
+        mask.first_word = first_word;
+        mask.words = buffers_.mask + uint64_t{begin} * mask_words(config_);
+        mask.post = post;
+        if (post.out != nullptr)
+            mask.post.out += uint64_t{begin} * post.out_stride;
+        device_.call(&pi_gpu_api::mask, static_cast<const pi_gpu_mask *>(&mask));
+    }
+
+    // Of a step's only token: what the predictor of all neurons begins with, and the mask that is posted.
+    void predict_single(uint32_t first_word, const pi_gpu_post &post) {
+        predict_hidden(0, 1);
+        if (post.out == nullptr)
+            return;
+        const pi_gpu_predictor predictor = predictor_of(first_word * word_bits, config_.n_ff);
+        pi_gpu_mask mask{};
+        mask.predictor = &predictor;
+        mask.words = predictor.mask;
+        mask.post = post;
+        device_.call(&pi_gpu_api::mask, static_cast<const pi_gpu_mask *>(&mask));
     }
 
   private:
+    // Of neurons [begin, end), for the token in buffers_.hidden.
+    pi_gpu_predictor predictor_of(uint32_t begin, uint32_t end) const {
+        return {stream_.rows(layer_.predictor_fc2, begin, end), buffers_.hidden, args_.sparse_threshold,
+                buffers_.logits + begin, buffers_.mask + begin / word_bits};
+    }
+
     // What is asked of a token's neurons, but for a mask; counts of what the device does not count.
     pi_gpu_neurons neurons_of(uint32_t token) {
         const bool masked = is_masked(args_, token), is_dense = args_.modes[token] == PI_FFN_DENSE;
@@ -167,18 +198,22 @@ void for_runs(uint32_t n_tokens, uint32_t most, const Same &same, const Run &run
 
 } // namespace
 
-void gpu_predict(GpuStream &stream, const FfnArgs &args) {
+void gpu_predict(GpuStream &stream, const FfnArgs &args, uint32_t first_word, const pi_gpu_post &post) {
     Ffn ffn(stream, args);
+    if (is_lone(args))
+        return ffn.predict_single(first_word, post);
     const auto same = [&](uint32_t a, uint32_t b) { return is_masked(args, a) == is_masked(args, b); };
     for_runs(args.n_tokens, GpuFfnBuffers::predicted_together, same, [&](uint32_t begin, uint32_t end) {
         if (is_masked(args, begin))
-            ffn.predict(begin, end - begin);
+            ffn.predict(begin, end - begin, first_word, post);
     });
 }
 
 void gpu_ffn_range(GpuStream &stream, const FfnArgs &args) {
     Ffn ffn(stream, args);
     stream.counts = args.counts;
+    if (is_lone(args))
+        return ffn.predicted_single();
     const auto same = [&](uint32_t a, uint32_t b) { return args.modes[a] == args.modes[b]; };
     for_runs(args.n_tokens, args.n_tokens, same, [&](uint32_t begin, uint32_t end) {
         const uint32_t few = args.modes[begin] == PI_FFN_EXACT ? sparse_tokens : 1;
@@ -190,11 +225,7 @@ void gpu_ffn_range(GpuStream &stream, const FfnArgs &args) {
 }
 
 void gpu_ffn(GpuStream &stream, const FfnArgs &args) {
-    if (args.n_tokens == 1 && is_masked(args, 0)) {
-        stream.counts = args.counts;
-        return Ffn(stream, args).predicted_single();
-    }
-    gpu_predict(stream, args);
+    gpu_predict(stream, args, 0, {});
     gpu_ffn_range(stream, args);
 }
 

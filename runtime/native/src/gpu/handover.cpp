@@ -15,10 +15,9 @@ constexpr std::chrono::seconds limit{5}, limit_of_many{60};
 constexpr uint32_t few_tokens = 16;
 constexpr std::chrono::milliseconds between_checks{20};
 constexpr int polls_between_clocks = 256;
-// Packets of a post come within microseconds of each other; a thread that waits longer leaves it to the
-// caller.
-constexpr uint32_t polls_of_token = 4096;
-constexpr uint32_t part_packets = delivered_columns / PI_GPU_PACKET_ELEMENTS; // parts are made of these
+// A thread that waits longer for a packet leaves it to the caller.
+constexpr uint32_t polls_of_thread = 16384; // under a millisecond
+static_assert(delivered_columns % PI_GPU_PACKET_ELEMENTS == 0);
 
 uint64_t nanoseconds(std::chrono::steady_clock::duration time) {
     return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(time).count());
@@ -108,6 +107,7 @@ void HandOver::forget_packets() {
 }
 
 void HandOver::begin_step() {
+    next_check_ = Clock::now();
     base_ += n_exchanges_;
     if (base_ > PI_GPU_MAX_VALUE - n_exchanges_)
         forget_packets(); // of steps long ago
@@ -122,6 +122,7 @@ void HandOver::begin_step() {
 
 FfnArgs HandOver::range(const FfnArgs &args, uint32_t begin, uint32_t end, float *out) const {
     FfnArgs part = args;
+    part.norm = nullptr; // args.normed is there
     part.neuron_begin = begin;
     part.neuron_end = end;
     part.out = out;
@@ -130,9 +131,11 @@ FfnArgs HandOver::range(const FfnArgs &args, uint32_t begin, uint32_t end, float
 
 void HandOver::queue_shares(const FfnArgs &args, uint32_t layer) {
     const LayerPlacement &placed = layers_[layer];
-    gpu_predict(stream_, args);
-    if (order_[layer] != 0)
-        queue_post(args, layer);
+    queue_normed(args, layer);
+    pi_gpu_post post = post_of(layer);
+    if (post.out != nullptr)
+        post.out += x_packets_;
+    gpu_predict(stream_, args, placed.n_pull / 32, post);
     if (placed.n_hot > 0)
         gpu_ffn_range(stream_, range(args, 0, placed.n_hot, args.out));
     stamp(layer, &LayerStamps::hot);
@@ -146,24 +149,31 @@ void HandOver::stamp(uint32_t layer, uint64_t LayerStamps::*moment) {
         stream_.device.call(&pi_gpu_api::stamp, &(stream_.device_stamps[layer].*moment));
 }
 
-bool HandOver::any_masked(const FfnArgs &args) {
-    return std::find(args.modes, args.modes + args.n_tokens, PI_FFN_PREDICTED) != args.modes + args.n_tokens;
-}
-
-void HandOver::queue_post(const FfnArgs &args, uint32_t layer) {
+pi_gpu_post HandOver::post_of(uint32_t layer) const {
     pi_gpu_post post{};
+    if (order_[layer] == 0)
+        return post;
     post.base = step_;
     post.order = order_[layer];
-    post.n_tokens = args.n_tokens;
-    post.n_embd = config_.n_embd;
-    post.x = args.normed;
-    post.mask = stream_.ffn.mask + layers_[layer].n_pull / 32;
-    post.mask_words = any_masked(args) ? mask_words(layer) : 0;
-    post.mask_stride = (config_.n_ff + 31) / 32;
-    post.out = posted_.device;
     post.out_stride = static_cast<uint32_t>(post_stride_);
+    post.out = posted_.device;
     post.stamp = stream_.stamps == nullptr ? nullptr : &stream_.device_stamps[layer].posted;
-    stream_.device.call(&pi_gpu_api::post, static_cast<const pi_gpu_post *>(&post));
+    return post;
+}
+
+// args.normed of the residual, which the CPU gets before the predictor has begun.
+void HandOver::queue_normed(const FfnArgs &args, uint32_t layer) {
+    const pi_gpu_norm norm = *stream_.norm(args.norm);
+    if (order_[layer] == 0)
+        return stream_.device.call(&pi_gpu_api::rms_norm, args.residual, norm.gain, args.n_tokens,
+                                   config_.n_embd, norm.eps, norm.out);
+    pi_gpu_post_x work{};
+    work.post = post_of(layer);
+    work.n_tokens = args.n_tokens;
+    work.n_embd = config_.n_embd;
+    work.x = args.residual;
+    work.norm = norm;
+    stream_.device.call(&pi_gpu_api::post, static_cast<const pi_gpu_post_x *>(&work));
 }
 
 void HandOver::queue_merge(const FfnArgs &args, uint32_t layer, float *residual) {
@@ -201,11 +211,7 @@ class HandOver::Waiting {
         }
         std::this_thread::yield(); // where something else wants this core, it may well be what posts
         const Clock::time_point now = Clock::now();
-        if (now < next_check_)
-            return true;
-        next_check_ = now + between_checks;
-        at_.require_alive();
-        check_interrupted_();
+        at_.check(now, check_interrupted_);
         if (now - begin_ > limit_)
             at_.fail_silent(layer_, limit_);
         return true;
@@ -217,9 +223,16 @@ class HandOver::Waiting {
     const std::chrono::seconds limit_;
     const std::function<void()> &check_interrupted_;
     const Clock::time_point begin_ = Clock::now();
-    Clock::time_point next_check_ = begin_;
     int polls_ = 0;
 };
+
+void HandOver::check(Clock::time_point now, const std::function<void()> &check_interrupted) {
+    if (now < next_check_)
+        return;
+    next_check_ = now + between_checks;
+    require_alive();
+    check_interrupted();
+}
 
 void HandOver::fail_silent(uint32_t layer, std::chrono::seconds waited) {
     silent_ = true;
@@ -227,57 +240,104 @@ void HandOver::fail_silent(uint32_t layer, std::chrono::seconds waited) {
                                 std::to_string(waited.count()) + " s");
 }
 
+// Elements or words [begin, end) of part i of n: whole parts of `each`.
+struct Slice {
+    Slice(uint32_t n, uint32_t each, uint32_t i, uint32_t n_parts) {
+        const uint64_t n_units = (n + each - 1) / each;
+        begin = std::min(static_cast<uint32_t>(n_units * i / n_parts) * each, n);
+        end = std::min(static_cast<uint32_t>(n_units * (i + 1) / n_parts) * each, n);
+    }
+    uint32_t begin, end;
+};
+
 template <typename Wait>
-bool HandOver::take(const FfnArgs &args, uint32_t layer, uint32_t part, uint32_t n_parts, Wait &&wait) {
-    const uint32_t value = value_of(layer), n_embd = config_.n_embd;
-    const uint32_t n_words = any_masked(args) ? mask_words(layer) : 0;
-    const auto part_begin = [&](uint32_t i, uint32_t n_packets) {
-        const uint64_t n_units = (n_packets + part_packets - 1) / part_packets;
-        return std::min(static_cast<uint32_t>(n_units * i / n_parts) * part_packets, n_packets);
-    };
-    const uint32_t x_begin = part_begin(part, x_packets_) * PI_GPU_PACKET_ELEMENTS;
-    const uint32_t x_end = std::min(part_begin(part + 1, x_packets_) * PI_GPU_PACKET_ELEMENTS, n_embd);
-    const uint32_t mask_packets = packets_for_words(n_words);
-    const uint32_t mask_begin = part_begin(part, mask_packets) * PI_GPU_PACKET_WORDS;
-    const uint32_t mask_end = std::min(part_begin(part + 1, mask_packets) * PI_GPU_PACKET_WORDS, n_words);
-    for (uint32_t token = 0; token < args.n_tokens; ++token) {
-        const pi_gpu_packet *x = posted_.host + token * post_stride_;
-        const pi_gpu_packet *mask = x + x_packets_;
-        auto *words = reinterpret_cast<uint32_t *>(&mask_[token * mask_stride_]);
-        if (!take_elements(x + x_begin / PI_GPU_PACKET_ELEMENTS, x_end - x_begin, value,
-                           &normed_[uint64_t{token} * n_embd] + x_begin, wait) ||
-            !take_words(mask + mask_begin / PI_GPU_PACKET_WORDS, mask_end - mask_begin, value,
-                        words + mask_begin, wait))
+bool HandOver::take_x(uint32_t n_tokens, uint32_t part, uint32_t n_parts, Wait &&wait) {
+    const Slice slice(config_.n_embd, delivered_columns, part, n_parts);
+    for (uint32_t token = 0; token < n_tokens; ++token) {
+        if (!take_elements(posted_.host + token * post_stride_ + slice.begin / PI_GPU_PACKET_ELEMENTS,
+                           slice.end - slice.begin, answering_,
+                           &normed_[uint64_t{token} * config_.n_embd] + slice.begin, wait))
             return false;
     }
     return true;
 }
 
+template <typename Wait>
+bool HandOver::take_mask(uint32_t layer, uint32_t token, Wait &&wait) {
+    return take_words(posted_.host + token * post_stride_ + x_packets_, mask_words(layer), answering_,
+                      reinterpret_cast<uint32_t *>(&mask_[token * mask_stride_]), wait);
+}
+
+// take(part, n_parts, wait), which says whether all came: by the threads, who wait a little; where that was
+// not enough again when the packet `first` is there, and at last by the caller alone, who looks at the clock.
+template <typename Take>
+void HandOver::take_together(const pi_gpu_packet *first, const OnThreads &on_threads, Waiting &wait,
+                             const Take &take) {
+    for (int i = 0; i < 2; ++i) {
+        std::atomic<bool> all = true;
+        on_threads([&](uint32_t part, uint32_t n_parts) {
+            uint32_t polls = 0;
+            const auto wait_a_little = [&] {
+                if (++polls % polls_between_clocks == 0)
+                    std::this_thread::yield();
+                cpu_pause();
+                return polls < polls_of_thread;
+            };
+            if (!take(part, n_parts, wait_a_little))
+                all.store(false, std::memory_order_relaxed);
+        });
+        if (all.load(std::memory_order_relaxed))
+            return;
+        WholePacket packet;
+        await_packet(first, answering_, wait, packet);
+    }
+    take(0, 1, wait);
+}
+
 Posted HandOver::await(const FfnArgs &args, uint32_t layer, const OnThreads &on_threads,
                        const std::function<void()> &check_interrupted) {
     const Clock::time_point begin = Clock::now();
+    check(begin, check_interrupted);
     answering_ = value_of(layer);
     Waiting wait(*this, layer, args.n_tokens, check_interrupted);
-    WholePacket first;
-    await_packet(posted_.host, answering_, wait, first);
-    std::atomic<bool> all = true;
-    on_threads([&](uint32_t part, uint32_t n_parts) {
-        uint32_t polls = 0;
-        const auto wait_a_little = [&] {
-            if (++polls % polls_between_clocks == 0)
-                std::this_thread::yield();
-            cpu_pause();
-            return polls < polls_of_token * args.n_tokens;
-        };
-        if (!take(args, layer, part, n_parts, wait_a_little))
-            all.store(false, std::memory_order_relaxed);
+    take_together(posted_.host, on_threads, wait, [&](uint32_t part, uint32_t n_parts, auto &&patience) {
+        return take_x(args.n_tokens, part, n_parts, patience);
     });
-    if (!all.load(std::memory_order_relaxed))
-        take(args, layer, 0, 1, wait);
     posted_at_ = Clock::now();
-    if (stream_.stamps != nullptr)
-        stream_.stamps[layer].cpu_wait_ns = nanoseconds(posted_at_ - begin);
-    return {normed_.data(), mask_.data(), mask_stride_, out_.data(), &deliver_};
+    waited_ns_ = nanoseconds(posted_at_ - begin);
+    Posted posted{normed_.data(), mask_.data(), mask_stride_, {}, out_.data(), &deliver_};
+    if (std::find(args.modes, args.modes + args.n_tokens, PI_FFN_PREDICTED) != args.modes + args.n_tokens)
+        posted.await_masks = [this, &args, layer, &on_threads, &check_interrupted](uint32_t from,
+                                                                                   uint32_t end) {
+            await_masks(args, layer, from, end, on_threads, check_interrupted);
+        };
+    return posted;
+}
+
+void HandOver::await_masks(const FfnArgs &args, uint32_t layer, uint32_t begin, uint32_t end,
+                           const OnThreads &on_threads, const std::function<void()> &check_interrupted) {
+    const Clock::time_point before = Clock::now();
+    Waiting wait(*this, layer, args.n_tokens, check_interrupted);
+    std::vector<uint32_t> tokens;
+    for (uint32_t token = begin; token < end; ++token) {
+        if (args.modes[token] == PI_FFN_PREDICTED)
+            tokens.push_back(token);
+    }
+    const auto take = [&](uint32_t part, uint32_t n_parts, auto &&patience) {
+        for (size_t i = part; i < tokens.size(); i += n_parts) {
+            if (!take_mask(layer, tokens[i], patience))
+                return false;
+        }
+        return true;
+    };
+    if (tokens.size() == 1)
+        take(0, 1, wait); // a few cache lines
+    else if (!tokens.empty())
+        take_together(posted_.host + tokens[0] * post_stride_ + x_packets_, on_threads, wait, take);
+    // The CPU's time runs from the first masks on; what it waits for later ones is none of it.
+    const Clock::time_point now = Clock::now();
+    posted_at_ = begin == 0 ? now : posted_at_ + (now - before);
+    waited_ns_ += nanoseconds(now - before);
 }
 
 void HandOver::deliver(uint32_t token, uint32_t begin, uint32_t end) {
@@ -286,8 +346,10 @@ void HandOver::deliver(uint32_t token, uint32_t begin, uint32_t end) {
 }
 
 void HandOver::finish_answer(uint32_t layer) {
-    if (stream_.stamps != nullptr)
+    if (stream_.stamps != nullptr) {
         stream_.stamps[layer].cpu_ns = nanoseconds(Clock::now() - posted_at_);
+        stream_.stamps[layer].cpu_wait_ns = waited_ns_;
+    }
     write(gates_.host[order_[layer] - 1], 1u);
 }
 

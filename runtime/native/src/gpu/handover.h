@@ -21,6 +21,7 @@ struct Posted {
     const float *normed;  // [n_tokens, n_embd]
     const uint64_t *mask; // [n_tokens, mask_stride] bit i: neuron n_pull + i; of predicted tokens
     uint64_t mask_stride;
+    AwaitMasks await_masks;        // which come later than normed; empty: no token is predicted
     float *out;                    // [n_tokens, n_embd]
     const DeliverColumns *deliver; // called for every column: answers with it
 };
@@ -48,9 +49,9 @@ class HandOver {
     // ---- on the CPU, layer by layer
     // Before the operations of a step; the device is idle.
     void begin_step();
-    // Waits for a layer's post, which the threads take together. `check_interrupted` is called now and then.
-    // Throws Error: the device failed, posts nothing, or has given up waiting for the CPU. What is returned
-    // stands until the next.
+    // Waits for a layer's normed tokens, which the threads take together. `check_interrupted` is called now
+    // and then. Throws Error: the device failed, posts nothing, or has given up waiting for the CPU. What is
+    // returned stands until the next, and calls the functions given here.
     Posted await(const FfnArgs &args, uint32_t layer, const OnThreads &on_threads,
                  const std::function<void()> &check_interrupted);
     // All columns of the answer are delivered.
@@ -90,16 +91,25 @@ class HandOver {
     void forget_packets();
     // Words of a token's mask over the CPU's neurons of the layer.
     uint32_t mask_words(uint32_t layer) const { return (config_.n_ff - layers_[layer].n_pull + 31) / 32; }
-    static bool any_masked(const FfnArgs &args);
-    // A part of what is posted for the layer: the packets of x, and those of the mask. Whether all came.
-    template <typename Wait>
-    bool take(const FfnArgs &args, uint32_t layer, uint32_t part, uint32_t n_parts, Wait &&wait);
-    void deliver(uint32_t token, uint32_t begin, uint32_t end);
     class Waiting;
+    // A part of the tokens that are posted, or the mask of one. Whether all came.
+    template <typename Wait>
+    bool take_x(uint32_t n_tokens, uint32_t part, uint32_t n_parts, Wait &&wait);
+    template <typename Wait>
+    bool take_mask(uint32_t layer, uint32_t token, Wait &&wait);
+    template <typename Take>
+    void take_together(const pi_gpu_packet *first, const OnThreads &on_threads, Waiting &wait,
+                       const Take &take);
+    void await_masks(const FfnArgs &args, uint32_t layer, uint32_t begin, uint32_t end,
+                     const OnThreads &on_threads, const std::function<void()> &check_interrupted);
+    void deliver(uint32_t token, uint32_t begin, uint32_t end);
+    // Every now and then: throws Error where the device is not alive, or the caller interrupted.
+    void check(Clock::time_point now, const std::function<void()> &check_interrupted);
     void require_alive() const;
     [[noreturn]] void fail_silent(uint32_t layer, std::chrono::seconds waited);
     FfnArgs range(const FfnArgs &args, uint32_t begin, uint32_t end, float *out) const;
-    void queue_post(const FfnArgs &args, uint32_t layer);
+    pi_gpu_post post_of(uint32_t layer) const;
+    void queue_normed(const FfnArgs &args, uint32_t layer);
     // Where layers are timed: this moment of the layer is here.
     void stamp(uint32_t layer, uint64_t LayerStamps::*moment);
 
@@ -111,7 +121,9 @@ class HandOver {
     uint32_t base_ = 0;           // exchange k of this step has the value base_ + k
     uint32_t way_;
     bool silent_ = false;
-    Clock::time_point posted_at_; // when the CPU saw the last post
+    Clock::time_point next_check_;
+    Clock::time_point posted_at_; // when the CPU had what it computes from
+    uint64_t waited_ns_ = 0;      // for that
     uint64_t mask_stride_;        // 64-bit words of a token
     uint32_t x_packets_;          // of a token, of what is posted and of the answer
     uint64_t post_stride_;        // packets of a token: x, then the mask

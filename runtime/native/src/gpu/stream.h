@@ -121,9 +121,9 @@ struct GpuStream final : Stream {
 // Describes the step to the device: tokens and their places, block table, tiles for attention.
 void gpu_begin_step(GpuStream &stream, const KvCache &cache, const Step &step, const RopeAngles &angles);
 void gpu_ffn(GpuStream &stream, const FfnArgs &args);
-// The same in two steps: masks of all neurons for the tokens that are predicted, into stream.ffn.mask; a
-// range of neurons, args.out = their share.
-void gpu_predict(GpuStream &stream, const FfnArgs &args);
+// The same in two steps: masks of all neurons for the tokens that are predicted, into stream.ffn.mask, and
+// posted from the word first_word on; a range of neurons, args.out = their share.
+void gpu_predict(GpuStream &stream, const FfnArgs &args, uint32_t first_word, const pi_gpu_post &post);
 void gpu_ffn_range(GpuStream &stream, const FfnArgs &args);
 
 } // namespace pi
