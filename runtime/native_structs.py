@@ -120,6 +120,8 @@ class Plan(_Sized):
         ("vram_budget_bytes", ct.c_uint64),
         ("predict_split_only", ct.c_uint32),
         ("handover", ct.c_uint32),
+        ("stream_tokens", ct.c_uint32),
+        ("stream_piece_bytes", ct.c_uint32),
     )
 
 

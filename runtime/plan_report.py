@@ -32,6 +32,7 @@ from powerinfer_toolkit.runtime.plan.plan import (
 from powerinfer_toolkit.runtime.plan.planner import format_bytes
 from powerinfer_toolkit.runtime.plan.profile import UNMEASURED, MachineProfile
 from powerinfer_toolkit.runtime.plan.shape import ModelShape
+from powerinfer_toolkit.runtime.plan.streaming import has_cold_neurons
 
 
 def plan_line(shape: ModelShape, plan: Plan) -> str:
@@ -112,12 +113,26 @@ def _gpu_lines(
         f"{format_bytes(need.kv_bytes)}, activations and scratch {format_bytes(need.working_bytes)}, headroom "
         f"{format_bytes(room)}"
     )
+    if has_cold_neurons(shape, plan):
+        yield f"{'prompts':<12}{_streaming_text(plan)}"
     cost = token_cost(shape, plan, profile)
     yield (
         f"{'expected':<12}{cost.seconds * 1e3:.3g} ms a token, {1 / cost.seconds:.4g} tok/s, after "
         f"{plan.n_context // 2} tokens, if all is read as fast as memory allows; {_rates_text(profile)}"
     )
     yield from _layer_table(shape, plan, cost)
+
+
+def _streaming_text(plan: Plan) -> str:
+    if not plan.stream_tokens:
+        return (
+            "the CPU computes its neurons of split layers in steps of any size: streaming their weights through "
+            "the GPU is no faster there, of unknown speed, or takes memory that decoding needs"
+        )
+    return (
+        f"steps of {plan.stream_tokens} tokens and more compute the CPU's neurons on the GPU, which their weights "
+        f"pass through: {format_bytes(2 * plan.stream_piece_bytes)} of its scratch"
+    )
 
 
 def _rates_text(profile: MachineProfile) -> str:

@@ -14,7 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer_toolkit.errors import DoesNotFit
-from powerinfer_toolkit.runtime.plan.cost import Floats, Reads, balanced_pull, layer_cost
+from powerinfer_toolkit.runtime.plan.cost import (
+    Floats,
+    Reads,
+    balanced_pull,
+    layer_cost,
+    token_cost,
+)
 from powerinfer_toolkit.runtime.plan.device import Device, probe_device
 from powerinfer_toolkit.runtime.plan.machine import Machine
 from powerinfer_toolkit.runtime.plan.need import (
@@ -44,9 +50,15 @@ from powerinfer_toolkit.runtime.plan.planner import (
 from powerinfer_toolkit.runtime.plan.profile import UNMEASURED, MachineProfile
 from powerinfer_toolkit.runtime.plan.shape import ModelShape
 from powerinfer_toolkit.runtime.plan.split import Problem, Solution, solve
+from powerinfer_toolkit.runtime.plan.streaming import (
+    has_cold_neurons,
+    with_streaming,
+    without_streaming,
+)
 
 ALL_FREE = -1  # as a budget: what is free, less RESERVE_BYTES
 RESERVE_BYTES = 512 * 2**20  # left to other programs
+MAX_STREAMING_LOSS = 0.03  # of decoding, above which prompts get no memory for streaming
 _MOST_STEPS = 128  # in which a layer's neurons are placed
 
 
@@ -62,6 +74,7 @@ def plan_run(shape: ModelShape, options: PlanOptions, machine: Machine) -> Plan:
     if plan.ffn_mode is FfnMode.PREDICTED and options.ffn is None and not plan.predict_all:
         plan = dataclasses.replace(plan, predict_split_only=True)
     device, profile = machine.device or probe_device(), machine.profile or UNMEASURED
+    plan = with_streaming(shape, plan, profile)
     asked = options.vram_budget_bytes
     placed = place(shape, plan, asked, device, profile, may_split=options.split)
     need = memory_need(shape, placed)
@@ -84,12 +97,35 @@ def place(
 ) -> Plan:
     """Return the plan with everything on the GPU where that fits, else the placement that decodes fastest.
 
-    ALL_FREE: the budget is what is free.
+    Where the CPU has neurons of split layers and the plan wants large steps streamed, that gets its memory unless
+    decoding then takes MAX_STREAMING_LOSS longer. ALL_FREE: the budget is what is free.
     """
-    budget = _budget(asked_bytes, device)
-    everything = _finished(shape, plan, tuple(_moved(u, True) for u in plan.units), budget)
+    budget, bare = _budget(asked_bytes, device), without_streaming(plan)
+    everything = _finished(shape, bare, tuple(_moved(u, True) for u in plan.units), budget)
     if gpu_need(shape, everything, everything.units, device).total_bytes <= budget:
         return everything
+    placed = _fastest(shape, bare, budget, device, profile, may_split=may_split)
+    if placed is None:
+        raise _too_small(shape, bare, budget, device, may_split=may_split)
+    if not plan.stream_tokens or not has_cold_neurons(shape, placed):
+        return placed
+    streamed = _fastest(shape, plan, budget, device, profile, may_split=may_split)
+    most_seconds = (1 + MAX_STREAMING_LOSS) * token_cost(shape, placed, profile).seconds
+    if streamed is None or token_cost(shape, streamed, profile).seconds > most_seconds:
+        return placed
+    return streamed
+
+
+def _fastest(
+    shape: ModelShape,
+    plan: Plan,
+    budget: int,
+    device: Device,
+    profile: MachineProfile,
+    *,
+    may_split: bool,
+) -> Plan | None:
+    """Return the plan with the placement that decodes fastest; None where not even one layer fits."""
     masked = dataclasses.replace(plan, predict_split_only=False)
     for asked, head in ((plan, True), (masked, True), (masked, False)):
         layers = _Layers(shape, asked, profile)
@@ -98,7 +134,7 @@ def place(
         solution = solve(layers.problem(left, may_split=may_split))
         if solution is not None:
             return _finished(shape, asked, _with_layers(fixed, layers.places(solution)), budget)
-    raise _too_small(shape, masked, budget, device, may_split=may_split)
+    return None
 
 
 def gpu_layers(plan: Plan) -> list[int]:
@@ -234,6 +270,7 @@ def _too_small(
     shape: ModelShape, plan: Plan, budget: int, device: Device, *, may_split: bool
 ) -> DoesNotFit:
     """Say what the least placement takes: the last layer, without its neurons where it may be split."""
+    plan = dataclasses.replace(plan, predict_split_only=False)
     last = shape.n_layers - 1
     n = 0 if may_split else shape.n_ff
     places = [_on_cpu(layer) for layer in range(last)]

@@ -141,10 +141,12 @@ def _working_bytes(shape: ModelShape, plan: Plan, device: Device) -> int:
     longest = max(shape.n_ff, shape.n_embd, n_q) + 32
     halves = n * (2 * longest + 4)
     tile = TILE_BYTES + 64 * longest
+    pieces = 2 * plan.stream_piece_bytes  # of streamed weights, as they come and taken apart
     return (
         4 * (floats + lists + step + max(attention, sums, tops))
         + halves
         + tile
+        + pieces
         + GRAPH_BYTES
         + ROUNDING_BYTES
     )
@@ -163,7 +165,9 @@ def memory_need(shape: ModelShape, plan: Plan) -> MemoryNeed:
         weight_bytes=_mapped_bytes(shape, plan, places),
         pinned_bytes=sum(pinned_bytes(shape, place) for place in places),
         kv_bytes=layer_kv_bytes(shape, plan) * n_cpu,
-        scratch_bytes=4 * (row + handed) * plan.max_batch_tokens + THREAD_BYTES * plan.n_threads,
+        scratch_bytes=4 * (row + handed) * plan.max_batch_tokens
+        + THREAD_BYTES * plan.n_threads
+        + 2 * plan.stream_piece_bytes,
         program_bytes=PROGRAM_BYTES + TOKENIZER_BYTES * shape.n_vocab + driver,
     )
 

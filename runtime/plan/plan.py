@@ -117,6 +117,10 @@ class Plan:
     cpus: tuple[int, ...] | None = None  # logical processors of the threads; None: all there are
     predict_split_only: bool = False  # predicted tiers hold for split layers, the others are exact
     handover: HandOver = HandOver.AUTO
+    # Steps of at least so many tokens compute the CPU's neurons of split layers on the GPU, which their weights
+    # pass through in pieces; 0: none
+    stream_tokens: int = 0
+    stream_piece_bytes: int = 0
 
     @property
     def ffn_mode(self) -> FfnMode:
@@ -180,6 +184,8 @@ class Plan:
             vram_budget_bytes=self.vram_budget_bytes,
             predict_split_only=self.predict_split_only,
             handover=self.handover,
+            stream_tokens=self.stream_tokens,
+            stream_piece_bytes=self.stream_piece_bytes,
         )
 
 

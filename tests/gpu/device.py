@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-ABI = 6
+ABI = 7
 U32, I32, U64, F32, Ptr = ct.c_uint32, ct.c_int32, ct.c_uint64, ct.c_float, ct.c_void_p
 
 # PI_KT_*, in the order of kernels.h: name -> GGUF type id
@@ -59,6 +59,7 @@ class Rows(ct.Structure):
         ("kernel_type", U32),
         ("n_cols", U32),
         ("n_rows", U32),
+        ("on_host", U32),
     )
 
 
@@ -217,6 +218,9 @@ class Api(ct.Structure):
         ("release_graph", _function(Ptr, Ptr)),
         ("row_stride", ct.CFUNCTYPE(U64, U32, U32)),
         ("upload_rows", _function(Ptr, Ptr, U64, ct.POINTER(Rows))),
+        ("bring", _function(Ptr, U32, Ptr, U64, Ptr)),
+        ("await_brought", _function(Ptr, U32)),
+        ("take_apart", _function(Ptr, Ptr, U64, ct.POINTER(Rows))),
         ("fetch_rows", _function(Ptr, ct.POINTER(Rows), Ptr, U32, Ptr)),
         ("multiply", _function(Ptr, ct.POINTER(Product), U32, Ptr, U32, ct.POINTER(Norm))),
         ("neurons", _function(Ptr, ct.POINTER(Neurons))),
@@ -233,6 +237,7 @@ class Api(ct.Structure):
         ),
         ("attend", _function(Ptr, ct.POINTER(Attention))),
         ("mask", _function(Ptr, ct.POINTER(Mask))),
+        ("hide", _function(Ptr, Ptr, U32, U32, U32, Ptr, Ptr)),
         ("allocate_host", _function(Ptr, U64, ct.POINTER(Ptr), ct.POINTER(Ptr))),
         ("release_host", _function(Ptr, Ptr)),
         ("query", _function(Ptr, ct.POINTER(U32))),

@@ -12,11 +12,12 @@ import pytest
 from gpu.models import MICRO, Synth, options
 from gpu.test_model import FEW_TOKENS, MANY_TOKENS, steps
 from parity.closeness import relative_l2
+from parity.steps import run_chunks
 from powerinfer_toolkit.gguf_format import TensorType
 from powerinfer_toolkit.runtime import bench, cli
 from powerinfer_toolkit.runtime.model import Model
 from powerinfer_toolkit.runtime.model_file import ModelFile
-from powerinfer_toolkit.runtime.plan import surroundings
+from powerinfer_toolkit.runtime.plan import gpu, streaming, surroundings
 from powerinfer_toolkit.runtime.plan.bandwidth import Bandwidth
 from powerinfer_toolkit.runtime.plan.device import probe_device
 from powerinfer_toolkit.runtime.plan.gpu import plan_run
@@ -65,6 +66,33 @@ def test_a_split_within_a_budget(
         taken = split.stats().device_bytes
         assert taken <= need <= plan.vram_budget_bytes
         assert taken > need - 64 * 2**20, "the planner counts much more than is taken"
+
+
+@pytest.mark.parametrize(
+    ("outtype", "dense_twin"), [("f16", False), ("q4_0", False), ("q8_0", True)]
+)
+def test_streaming_within_a_budget(
+    synth: Synth, monkeypatch: pytest.MonkeyPatch, outtype: str, dense_twin: bool
+) -> None:
+    """What large steps need on the device is part of the plan, and counted; small pieces, since the model is small."""
+    monkeypatch.setattr(streaming, "PIECE_BYTES", 2**16)
+    monkeypatch.setattr(gpu, "MAX_STREAMING_LOSS", 1.0)
+    fast = MachineProfile(9e11, 2e10, 2e10, 1e10, handover_seconds=1e-7)
+    here = dataclasses.replace(machine(), profile=fast)
+    path, asked = synth(outtype, dense_twin), options()
+    file = ModelFile(path)
+    asked_here = dataclasses.replace(asked, vram_budget_bytes=budget_of(file, asked, 0.7))
+    plan = plan_run(file.shape, asked_here, here)
+    assert 17 <= plan.stream_tokens <= 64
+    assert streaming.has_cold_neurons(file.shape, plan)
+    bare = streaming.without_streaming(plan)
+    need, less = (gpu_need(file.shape, p, p.units, probe_device()) for p in (plan, bare))
+    assert need.total_bytes - less.total_bytes == 2 * 2**16
+    with Model.open(path, asked) as cpu, Model(file, plan) as split:
+        tokens = np.arange(64) + 3
+        found, want = (run_chunks(model, tokens, 64) for model in (split, cpu))
+        assert relative_l2(found, want) < MANY_TOKENS
+        assert split.stats().device_bytes <= need.total_bytes <= plan.vram_budget_bytes
 
 
 def test_bench_sweeps_budgets(

@@ -75,6 +75,7 @@ def test_the_table_has_all_that_is_placed(pi_run, model, machine):
     assert "a described GPU" in topics["GPU"]
     assert "measured GB/s: GPU 900, CPU 50, pulled 20" in topics["expected"]
     assert ": split; head: GPU" in topics["placement"]
+    assert "the CPU computes its neurons of split layers in steps of any size" in topics["prompts"]
     head = next(line for line in said.out.splitlines() if line.split()[0] == "layers")
     rows = said.out.splitlines()[said.out.splitlines().index(head) + 1 :]
     assert all(len(row) == len(head) for row in rows)

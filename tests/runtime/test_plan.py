@@ -195,6 +195,8 @@ def test_damaged_plans_are_refused():
             "cpus",
             "predict_split_only",
             "handover",
+            "stream_tokens",
+            "stream_piece_bytes",
         ):
             with pytest.raises(PiError, match="not a plan"):
                 Plan.from_json(json.dumps(damaged))

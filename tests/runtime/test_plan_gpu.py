@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from parity.machines import DEVICE, GIB, MACHINE, PROFILE, plan_of
 from parity.shapes import described
 from powerinfer_toolkit.errors import DoesNotFit, PiError, UsageError
 from powerinfer_toolkit.gguf_format import TensorType
@@ -21,8 +22,7 @@ from powerinfer_toolkit.runtime.plan.cost import (
     token_cost,
     with_mean,
 )
-from powerinfer_toolkit.runtime.plan.device import Device
-from powerinfer_toolkit.runtime.plan.gpu import place, plan_run
+from powerinfer_toolkit.runtime.plan.gpu import place
 from powerinfer_toolkit.runtime.plan.machine import Machine
 from powerinfer_toolkit.runtime.plan.need import gpu_need, memory_need
 from powerinfer_toolkit.runtime.plan.plan import (
@@ -38,11 +38,6 @@ from powerinfer_toolkit.runtime.plan.planner import PlanOptions, plan_cpu
 from powerinfer_toolkit.runtime.plan.profile import MachineProfile
 from powerinfer_toolkit.runtime.plan.shape import ModelShape
 
-GIB = 2**30
-# Measured on a host with an H200: design limits of the project.
-PROFILE = MachineProfile(3.8e12, 132e9, 126e9, 49e9, handover_seconds=6e-6)
-DEVICE = Device("H200", 90, 132, 140 * GIB, 139 * GIB, int(0.53 * GIB))
-MACHINE = Machine(16, 16, 100 * GIB, DEVICE, PROFILE)
 BUDGETS = np.linspace(1.1, 28, 12)  # GiB, to above the 13b model in F16
 
 
@@ -54,11 +49,6 @@ def thirteen() -> ModelShape:
 @pytest.fixture(scope="module")
 def dense() -> ModelShape:
     return described("13b", dense=True)
-
-
-def plan_of(shape: ModelShape, gib: float, machine: Machine = MACHINE, **options) -> Plan:
-    asked = {"context": 1024, "split": True, **options}
-    return plan_run(shape, PlanOptions(vram_budget_bytes=int(gib * GIB), **asked), machine)
 
 
 def seconds(shape: ModelShape, plan: Plan, profile: MachineProfile = PROFILE) -> float:

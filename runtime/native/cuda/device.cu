@@ -23,8 +23,9 @@ constexpr uint64_t context_reserve_bytes = 640u << 20;
 // For what cuBLASLt allocates when it is used: 2 MiB at a time, 4 in all of 176 shapes, loading kernels
 // included.
 constexpr uint64_t library_reserve_bytes = 8u << 20;
-// For stream, events and the mapping of pinned memory, which come after the context: 3 MiB on an H200.
-constexpr uint64_t handles_bytes = 4u << 20;
+// For streams, events and the mapping of pinned memory, which come after the context: 3 MiB on an H200 with
+// one stream.
+constexpr uint64_t handles_bytes = 6u << 20;
 constexpr uint64_t smallest_context_bytes = 64u << 20; // less was measured: the context was there before
 constexpr int min_capability = 75;
 
@@ -123,6 +124,14 @@ void close_device(pi_gpu *gpu) {
         if (gpu->staging[i] != nullptr)
             cudaFreeHost(gpu->staging[i]);
     }
+    if (gpu->arrivals != nullptr) {
+        cudaStreamSynchronize(gpu->arrivals);
+        cudaStreamDestroy(gpu->arrivals);
+    }
+    for (const cudaEvent_t event : {gpu->brought[0], gpu->brought[1], gpu->apart}) {
+        if (event != nullptr)
+            cudaEventDestroy(event);
+    }
     if (gpu->landing != nullptr)
         cudaFreeHost(gpu->landing);
     if (gpu->stream != nullptr)
@@ -178,7 +187,10 @@ pi_gpu *open_device(uint32_t ordinal, uint64_t budget_bytes) {
     for (int i = 0; i < 2; ++i) {
         check(cudaMallocHost(&gpu->staging[i], pi_gpu::staging_bytes), "pinning host memory");
         check(cudaEventCreateWithFlags(&gpu->staged[i], cudaEventDisableTiming), "making an event");
+        check(cudaEventCreateWithFlags(&gpu->brought[i], cudaEventDisableTiming), "making an event");
     }
+    check(cudaEventCreateWithFlags(&gpu->apart, cudaEventDisableTiming), "making an event");
+    check(cudaStreamCreateWithFlags(&gpu->arrivals, cudaStreamNonBlocking), "making a stream");
     return gpu.release();
 }
 

@@ -66,6 +66,12 @@ struct pi_gpu {
     cudaEvent_t staged[2] = {};
     int next_staging = 0;
 
+    // Weights that are only there for a step come on a queue of their own: bring().
+    static constexpr uint32_t n_slots = 2;
+    cudaStream_t arrivals = nullptr;
+    cudaEvent_t brought[n_slots] = {};
+    cudaEvent_t apart = nullptr; // what came last is no longer needed as it came
+
     // Downloads land in pinned memory, which a device writes without a driver's copies between; synchronize()
     // hands them on.
     struct Landed {

@@ -112,7 +112,29 @@ void predict_mask(pi_gpu &gpu, const pi_gpu_mask &mask) {
         start_predicted<PI_KT_Q5_0>(gpu, work);
 }
 
+// Block (neurons, token)
+__global__ void hide_kernel(const uint32_t *mask, uint32_t mask_stride, uint32_t n, float *gate,
+                            unsigned long long *n_masked) {
+    const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
+    const bool inside = i < n;
+    const bool open =
+        inside && (mask[uint64_t{mask_stride} * token + i / word_bits] >> i % word_bits & 1u) != 0;
+    if (inside && !open)
+        gate[uint64_t{n} * token + i] = -INFINITY;
+    const uint32_t all = __ballot_sync(0xffffffffu, open);
+    if (i % word_bits == 0 && all != 0)
+        atomicAdd(n_masked, static_cast<unsigned long long>(__popc(all)));
+}
+
 } // namespace
+
+int32_t hide(pi_gpu *gpu, const uint32_t *mask, uint32_t mask_stride, uint32_t n_tokens, uint32_t n,
+             float *gate, uint64_t *n_masked) {
+    return operate(gpu, [&](pi_gpu &device) {
+        launch("hiding neurons", device, hide_kernel, dim3(ceil_div(n, 256), n_tokens), 256, 0, mask,
+               mask_stride, n, gate, reinterpret_cast<unsigned long long *>(n_masked));
+    });
+}
 
 void mask_rows(pi_gpu &gpu, const pi_gpu_mask &work) {
     const dim3 grid(ceil_div(ceil_div(work.n, word_bits) + missing_words(work), block_words), work.n_tokens);

@@ -61,12 +61,17 @@ void multiply_vectors(pi_gpu &gpu, const pi_gpu_product *products, uint32_t n, u
     }
 }
 
-// Rows [first, first + n) as float16, in scratch unless the matrix is of that type.
+// Whether a product reads the rows where they are, as often as it has tiles of tokens.
+bool is_half(const pi_gpu_rows &rows) {
+    return rows.kernel_type == PI_KT_F16 && rows.on_host == 0;
+}
+
+// Rows [first, first + n) as float16 in device memory: in scratch unless they are so.
 const __half *half_rows(pi_gpu &gpu, const pi_gpu_rows &rows, uint32_t first, uint32_t n) {
     pi_gpu_rows part = rows;
     part.data = static_cast<const uint8_t *>(rows.data) + rows.row_stride * first;
     part.n_rows = n;
-    if (rows.kernel_type == PI_KT_F16)
+    if (is_half(rows))
         return static_cast<const __half *>(part.data);
     auto *out = scratch_of<__half>(gpu, gpu.tile, uint64_t{n} * rows.n_cols);
     dequantise_to_half(gpu, part, out);
@@ -75,7 +80,7 @@ const __half *half_rows(pi_gpu &gpu, const pi_gpu_rows &rows, uint32_t first, ui
 
 // Rows of a tile, about as many in each: a multiple of 32, so that every tile but the last is.
 uint32_t tile_rows(const pi_gpu_rows &rows) {
-    if (rows.kernel_type == PI_KT_F16)
+    if (is_half(rows))
         return rows.n_rows;
     const uint32_t most = static_cast<uint32_t>(std::max<uint64_t>(tile_elements / rows.n_cols / 32, 1)) * 32;
     return ceil_div(ceil_div(rows.n_rows, ceil_div(rows.n_rows, most)), 32) * 32;

@@ -27,6 +27,9 @@ int32_t launch_graph(pi_gpu *, pi_gpu_graph *);
 int32_t release_graph(pi_gpu *, pi_gpu_graph *);
 uint64_t row_stride(uint32_t kernel_type, uint32_t n_cols);
 int32_t upload_rows(pi_gpu *, const void *host, uint64_t row_bytes, const pi_gpu_rows *rows);
+int32_t bring(pi_gpu *, uint32_t slot, const void *host, uint64_t n_bytes, void *raw);
+int32_t await_brought(pi_gpu *, uint32_t slot);
+int32_t take_apart(pi_gpu *, const void *raw, uint64_t row_bytes, const pi_gpu_rows *rows);
 int32_t fetch_rows(pi_gpu *, const pi_gpu_rows *, const int32_t *tokens, uint32_t n, float *out);
 int32_t multiply(pi_gpu *, const pi_gpu_product *products, uint32_t n_products, const float *x,
                  uint32_t n_tokens, const pi_gpu_norm *norm);
@@ -46,6 +49,8 @@ int32_t place_heads(pi_gpu *, const pi_gpu_kv *, const pi_gpu_step *, const pi_g
                     const float *k, const float *v);
 int32_t attend(pi_gpu *, const pi_gpu_attention *);
 int32_t mask(pi_gpu *, const pi_gpu_mask *);
+int32_t hide(pi_gpu *, const uint32_t *mask, uint32_t mask_stride, uint32_t n_tokens, uint32_t n, float *gate,
+             uint64_t *n_masked);
 int32_t allocate_host(pi_gpu *, uint64_t n_bytes, void **host, void **device);
 int32_t release_host(pi_gpu *, void *host);
 int32_t query(pi_gpu *, uint32_t *busy);

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define PI_GPU_ABI 6u
+#define PI_GPU_ABI 7u
 #define PI_GPU_ENTRY "pi_gpu_api_get"
 #define PI_GPU_MAX_PRODUCTS 4
 #define PI_GPU_TOP_LOGITS 2048u /* of a row that a block of top searches */
@@ -38,14 +38,16 @@ typedef struct pi_gpu_info {
     uint64_t n_launches;        /* kernels and copies queued so far, a graph's whenever it is launched */
 } pi_gpu_info;
 
-/* Rows of a matrix in device memory as multiply_matrix() and others read them. The bytes of a row are those
- * of the file's, its blocks' fields side by side instead of interleaved; rows are row_stride apart. */
+/* Rows of a matrix as multiply() and others read them. The bytes of a row are those of the file's, its
+ * blocks' fields side by side instead of interleaved; rows are row_stride apart. on_host: they lie in pinned
+ * host memory, so that a product on the matrix units reads each once, into device memory. */
 typedef struct pi_gpu_rows {
     const void *data;
     uint64_t row_stride;
     uint32_t kernel_type; /* PI_KT_* */
     uint32_t n_cols;      /* a multiple of 32 */
     uint32_t n_rows;
+    uint32_t on_host;
 } pi_gpu_rows;
 
 /* out[t * n_rows + r] (add: +)= row r . token t (+ bias[r]); relu: 0 instead of what is below. */
@@ -247,6 +249,12 @@ typedef struct pi_gpu_api {
     uint64_t (*row_stride)(uint32_t kernel_type, uint32_t n_cols); /* 0: this device has no kernels for it */
     /* host: n_rows rows as the file has them, row_bytes apart; rows->data: n_rows * row_stride bytes */
     int32_t (*upload_rows)(pi_gpu *, const void *host, uint64_t row_bytes, const pi_gpu_rows *rows);
+    /* Pinned host memory on its way to the device, beside what is queued: bring() copies from slot 0 or 1 of
+     * it to `raw` once the last take_apart() is done, and what is queued later waits for that. The slot may
+     * change again after await_brought(). take_apart() is upload_rows() of what came. */
+    int32_t (*bring)(pi_gpu *, uint32_t slot, const void *host, uint64_t n_bytes, void *raw);
+    int32_t (*await_brought)(pi_gpu *, uint32_t slot);
+    int32_t (*take_apart)(pi_gpu *, const void *raw, uint64_t row_bytes, const pi_gpu_rows *rows);
     /* out [n, n_cols] = rows tokens[i] */
     int32_t (*fetch_rows)(pi_gpu *, const pi_gpu_rows *, const int32_t *tokens, uint32_t n, float *out);
     /* At most PI_GPU_MAX_PRODUCTS products of one x [n_tokens, n_cols], normalised first with a norm. */
@@ -286,6 +294,11 @@ typedef struct pi_gpu_api {
 
     /* ---- predicted neurons ---- */
     int32_t (*mask)(pi_gpu *, const pi_gpu_mask *);
+
+    /* gate [n_tokens, n] of neurons that a token's mask [n_tokens, mask_stride] does not let through becomes
+     * -inf, which no threshold passes; adds the others to *n_masked */
+    int32_t (*hide)(pi_gpu *, const uint32_t *mask, uint32_t mask_stride, uint32_t n_tokens, uint32_t n,
+                    float *gate, uint64_t *n_masked);
 
     /* ---- layers that the CPU computes a share of ---- */
     /* Pinned host memory, and its address for operations. Not of the budget. */

@@ -86,15 +86,34 @@ __global__ void __launch_bounds__(threads) to_half_kernel(pi_gpu_rows rows, __ha
     }
 }
 
+// raw [n_rows, row_bytes] on the device
+void queue_take_apart(pi_gpu &gpu, const uint8_t *raw, uint64_t row_bytes, const pi_gpu_rows &rows) {
+    const Layout &layout = layouts[rows.kernel_type];
+    const uint32_t n_blocks = rows.n_cols / layout.block_elements;
+    const unsigned grid = std::min(ceil_div(uint64_t{rows.n_rows} * n_blocks, threads), 65536u);
+    launch("taking rows apart", gpu, take_apart_kernel, grid, threads, 0, raw, row_bytes, layout, n_blocks,
+           rows.n_rows, static_cast<uint8_t *>(const_cast<void *>(rows.data)), rows.row_stride);
+}
+
 void upload_piece(pi_gpu &gpu, const uint8_t *host, uint64_t row_bytes, const pi_gpu_rows &rows,
                   uint32_t first, uint32_t n) {
-    const Layout &layout = layouts[rows.kernel_type];
     auto *raw = scratch_of<uint8_t>(gpu, gpu.tile, n * row_bytes);
     stage(gpu, host + first * row_bytes, n * row_bytes, raw);
-    const uint32_t n_blocks = rows.n_cols / layout.block_elements;
-    const unsigned grid = std::min(ceil_div(uint64_t{n} * n_blocks, threads), 65536u);
-    launch("taking rows apart", gpu, take_apart_kernel, grid, threads, 0, raw, row_bytes, layout, n_blocks, n,
-           static_cast<uint8_t *>(const_cast<void *>(rows.data)) + first * rows.row_stride, rows.row_stride);
+    pi_gpu_rows part = rows;
+    part.data = static_cast<const uint8_t *>(rows.data) + first * rows.row_stride;
+    part.n_rows = n;
+    queue_take_apart(gpu, raw, row_bytes, part);
+}
+
+uint32_t checked_slot(uint32_t slot) {
+    if (slot >= pi_gpu::n_slots)
+        throw Failure{PI_FAILURE, "there is no such slot"};
+    return slot;
+}
+
+// The file's rows are the device's; lengths are multiples of 32, so the stride is the row's bytes.
+bool lies_as_in_file(const pi_gpu_rows &rows) {
+    return layouts[rows.kernel_type].n_fields == 0;
 }
 
 } // namespace
@@ -129,12 +148,48 @@ int32_t upload_rows(pi_gpu *gpu, const void *host, uint64_t row_bytes, const pi_
             return; // a device starts no kernel without blocks
         device.rows_arrive = true;
         const auto *from = static_cast<const uint8_t *>(host);
-        if (layouts[rows->kernel_type].n_fields ==
-            0) // lengths in multiples of 32: the stride is the row's bytes
+        if (lies_as_in_file(*rows))
             return stage(device, from, rows->n_rows * row_bytes, const_cast<void *>(rows->data));
         const auto each = static_cast<uint32_t>(std::max<uint64_t>(piece_bytes / row_bytes, 1));
         for (uint32_t first = 0; first < rows->n_rows; first += each)
             upload_piece(device, from, row_bytes, *rows, first, std::min(each, rows->n_rows - first));
+    });
+}
+
+int32_t bring(pi_gpu *gpu, uint32_t slot, const void *host, uint64_t n_bytes, void *raw) {
+    return operate(gpu, [&](pi_gpu &device) {
+        require_no_capture(device, "bringing weights");
+        const cudaEvent_t brought = device.brought[checked_slot(slot)];
+        check(cudaStreamWaitEvent(device.arrivals, device.apart, 0), "queueing a wait");
+        check(cudaMemcpyAsync(raw, host, n_bytes, cudaMemcpyDefault, device.arrivals),
+              "copying weights to the device");
+        ++device.n_launches;
+        check(cudaEventRecord(brought, device.arrivals), "recording an event");
+        check(cudaStreamWaitEvent(device.stream, brought, 0), "queueing a wait");
+    });
+}
+
+int32_t await_brought(pi_gpu *gpu, uint32_t slot) {
+    return operate(gpu, [&](pi_gpu &device) {
+        require_no_capture(device, "waiting for a copy");
+        check(cudaEventSynchronize(device.brought[checked_slot(slot)]), "waiting for a copy to the device");
+    });
+}
+
+int32_t take_apart(pi_gpu *gpu, const void *raw, uint64_t row_bytes, const pi_gpu_rows *rows) {
+    return operate(gpu, [&](pi_gpu &device) {
+        require_rows(*rows);
+        require_no_capture(device, "taking rows apart");
+        device.rows_arrive = true;
+        if (!lies_as_in_file(*rows)) {
+            queue_take_apart(device, static_cast<const uint8_t *>(raw), row_bytes, *rows);
+        } else {
+            check(cudaMemcpyAsync(const_cast<void *>(rows->data), raw, rows->n_rows * row_bytes,
+                                  cudaMemcpyDeviceToDevice, device.stream),
+                  "copying on the device");
+            ++device.n_launches;
+        }
+        check(cudaEventRecord(device.apart, device.stream), "recording an event");
     });
 }
 

@@ -204,6 +204,10 @@ typedef struct pi_plan {
     uint64_t vram_budget_bytes;  /* ceiling of everything on the device, where units are placed there */
     uint32_t predict_split_only; /* 1: predicted tiers hold for split layers, others are exact */
     uint32_t handover;           /* PI_HANDOVER_* */
+    /* Steps of at least so many new tokens (17 or more) compute the CPU's neurons of split layers on the
+     * device, which their weights pass through in pieces of so many bytes; 0: none do. */
+    uint32_t stream_tokens;
+    uint32_t stream_piece_bytes; /* twice in device memory, and twice in pinned host memory */
 } pi_plan;
 
 /* ---- engine -------------------------------------------------------------------------------------- */

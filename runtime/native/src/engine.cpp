@@ -86,7 +86,7 @@ pi_engine::~pi_engine() {
     changed_.notify_all();
     driver_.join();
     if (device_lost_) // what it may still write goes to members
-        static_cast<void>(settle({cpu_.get(), gpu_.get(), nullptr, placement_}));
+        static_cast<void>(settle({cpu_.get(), gpu_.get(), nullptr, nullptr, placement_}));
 }
 
 std::unique_lock<std::mutex> pi_engine::lock_idle() const {
@@ -160,7 +160,7 @@ void pi_engine::drive() {
 void pi_engine::run_step() {
     const pi::Step &step = *step_;
     const pi::Sides sides{cpu_.get(), gpu_.get(), gpu_ == nullptr ? nullptr : pi::gpu_hand_over(gpu_->stream),
-                          placement_};
+                          gpu_ == nullptr ? nullptr : pi::gpu_cold_weights(gpu_->stream), placement_};
     const pi::Forward forward{model_, plan_, sides, cache_, recording_};
     pi::FfnCounts counts;
     try {

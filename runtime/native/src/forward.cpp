@@ -1,5 +1,6 @@
 #include "forward.h"
 
+#include "gpu/cold_weights.h"
 #include "gpu/handover.h"
 #include "status.h"
 
@@ -10,7 +11,8 @@
 namespace pi {
 namespace {
 
-constexpr uint32_t graph_tokens = 16; // of a step that is worth a graph: larger ones do not wait for launches
+// Of a step that is worth a graph: larger ones do not wait for launches.
+constexpr uint32_t graph_tokens = Plan::few_tokens;
 
 bool are_neighbours(std::span<const uint32_t> rows) {
     return !rows.empty() && rows.back() - rows.front() + 1 == rows.size();
@@ -77,7 +79,8 @@ Side &Forward::begin(const Pass &pass) const {
             side->ops.begin_step(side->stream, cache, step, pass.angles);
     }
     if (sides.hand_over != nullptr && sides.cpu != nullptr)
-        sides.cpu->ops.expect_shares(sides.cpu->stream, step.n_tokens() <= graph_tokens);
+        sides.cpu->ops.expect_shares(sides.cpu->stream,
+                                     step.n_tokens() <= graph_tokens || is_streamed(step.n_tokens()));
     Side &side = of_part(first_part(step));
     if (step.tokens.empty())
         side.ops.upload(side.stream, step.embeddings.data(), step.embeddings.size(), side.buffers.residual);
@@ -251,6 +254,10 @@ void Forward::split_ffn(Side &side, const Pass &pass, uint32_t layer, Answers an
     const InputNorm norm = {model.weights.layers[layer].ffn_norm, model.config.rms_eps, side.buffers.normed};
     FfnArgs args = ffn_args(side, pass, layer);
     args.norm = &norm;
+    if (needs_answer(layer + 1) && is_streamed(args.n_tokens)) {
+        args.add_to = side.buffers.residual;
+        return sides.cold_weights->queue_layer(args, layer, on_threads());
+    }
     sides.hand_over->queue_shares(args, layer);
     if (answers == Answers::at_once && needs_answer(layer + 1))
         cold_ffn(pass, layer);
@@ -259,10 +266,7 @@ void Forward::split_ffn(Side &side, const Pass &pass, uint32_t layer, Answers an
 
 void Forward::cold_ffn(const Pass &pass, uint32_t layer) const {
     FfnArgs args = ffn_args(*sides.cpu, pass, layer);
-    const OnThreads on_threads = [&](const auto &task) {
-        sides.cpu->ops.on_threads(sides.cpu->stream, task);
-    };
-    const Posted posted = sides.hand_over->await(args, layer, on_threads, pass.check_interrupted);
+    const Posted posted = sides.hand_over->await(args, layer, on_threads(), pass.check_interrupted);
     args.neuron_begin = sides.placement.layers[layer].n_pull;
     args.normed = posted.normed;
     args.mask = posted.mask;
@@ -272,6 +276,14 @@ void Forward::cold_ffn(const Pass &pass, uint32_t layer) const {
     args.deliver = posted.deliver;
     sides.cpu->ops.ffn(sides.cpu->stream, args);
     sides.hand_over->finish_answer(layer);
+}
+
+bool Forward::is_streamed(uint32_t n_tokens) const {
+    return sides.cold_weights != nullptr && sides.cold_weights->serves(n_tokens);
+}
+
+OnThreads Forward::on_threads() const {
+    return [&cpu = *sides.cpu](const auto &task) { cpu.ops.on_threads(cpu.stream, task); };
 }
 
 void Forward::require_answered() const {

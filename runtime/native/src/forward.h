@@ -65,12 +65,14 @@ struct Side {
 };
 
 class HandOver;
+class ColdWeights;
 
 // The sides of every part of a model; a null one is never used.
 struct Sides {
     Side *cpu;
     Side *gpu;
-    HandOver *hand_over; // where layers are split
+    HandOver *hand_over;       // where layers are split
+    ColdWeights *cold_weights; // where large steps compute the CPU's share of them on the device
     GpuPlacement placement;
 
     Side &of_layer(uint32_t layer) const { return placement.layers[layer].on_device() ? *gpu : *cpu; }
@@ -162,6 +164,9 @@ struct Forward {
     void attention(Side &side, const Step &step, uint32_t layer) const;
     void ffn(Side &side, const Pass &pass, uint32_t layer) const;
     void split_ffn(Side &side, const Pass &pass, uint32_t layer, Answers answers) const;
+    // Whether the device computes the CPU's neurons of split layers in such a step.
+    bool is_streamed(uint32_t n_tokens) const;
+    OnThreads on_threads() const; // of the CPU's side
     // The CPU's share of a split layer.
     void cold_ffn(const Pass &pass, uint32_t layer) const;
     // Whether predictors mask nothing in the layer.

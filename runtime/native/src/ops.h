@@ -113,6 +113,9 @@ struct AttentionArgs {
     bool quantised; // the layer's weights are: factors may be rounded too
 };
 
+// task(part, n_parts) on every one of n_parts threads of the CPU; must not throw.
+using OnThreads = std::function<void(const std::function<void(uint32_t part, uint32_t n_parts)> &task)>;
+
 struct Ops {
     const char *name;
     float *(*allocate)(Stream &, uint64_t n_floats); // throws std::bad_alloc

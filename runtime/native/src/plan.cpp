@@ -127,13 +127,6 @@ class Coverage {
     std::vector<std::vector<uint8_t>> seen_;
 };
 
-// Neurons where a layer may be split: a product of the device takes multiples of 32 columns, and those of a
-// plain down matrix are cut between blocks.
-uint32_t split_multiple(const LayerWeights &layer, const ModelConfig &config) {
-    const uint32_t block = config.sparse_layout ? 1 : layer.down.type->block_elements;
-    return std::max(32u, block);
-}
-
 void check_placement(const GpuPlacement &placement, const ModelConfig &config, const Weights &weights) {
     bool device = false;
     for (uint32_t layer = 0; layer < config.n_layers; ++layer) {
@@ -162,12 +155,20 @@ void check_sizes(const Plan &plan) {
         throw_usage("plan.kv_type is neither F32 nor F16");
     if (plan.activation_type != PI_TYPE_F32 && plan.activation_type != PI_TYPE_Q8_0)
         throw_usage("plan.activation_type is neither F32 nor Q8_0");
+    if (plan.stream_tokens != 0 && plan.stream_tokens <= Plan::few_tokens)
+        throw_usage("plan.stream_tokens = " + std::to_string(plan.stream_tokens) + " is not above " +
+                    std::to_string(Plan::few_tokens));
     require_range("handover", plan.handover, PI_HANDOVER_AUTO, PI_HANDOVER_EVENT);
     if (plan.predict_all && plan.predict_split_only)
         throw_usage("plan: predict_all masks every layer, predict_split_only does not");
 }
 
 } // namespace
+
+uint32_t split_multiple(const LayerWeights &layer, const ModelConfig &config) {
+    const uint32_t block = config.sparse_layout ? 1 : layer.down.type->block_elements;
+    return std::max(32u, block);
+}
 
 uint32_t Plan::ffn_mode(uint32_t n_tokens) const {
     for (const pi_tier &tier : tiers) {
@@ -239,7 +240,9 @@ Plan check_plan(const pi_plan &plan, const ModelConfig &config, const Weights &w
                  std::isnan(plan.sparse_threshold) ? config.sparse_threshold : plan.sparse_threshold,
                  plan.vram_budget_bytes,
                  plan.predict_split_only != 0,
-                 plan.handover};
+                 plan.handover,
+                 plan.stream_tokens,
+                 plan.stream_piece_bytes};
     check_sizes(checked);
     check_tiers(checked, config);
     Coverage coverage(config);

@@ -22,6 +22,11 @@ struct Plan {
     uint64_t vram_budget_bytes;
     bool predict_split_only;
     uint32_t handover; // PI_HANDOVER_*
+    uint32_t stream_tokens;
+    uint32_t stream_piece_bytes;
+
+    // Most tokens of a step that the CPU and its hand-over are made for: recorded, and never streamed.
+    static constexpr uint32_t few_tokens = 16;
 
     // FFN mode of a step with n_tokens new tokens.
     uint32_t ffn_mode(uint32_t n_tokens) const;
@@ -53,6 +58,10 @@ struct GpuPlacement {
 };
 
 GpuPlacement gpu_placement(const Plan &plan, const ModelConfig &config);
+
+// Neurons where a layer may be split: a product of the device takes multiples of 32 columns, and those of a
+// plain down matrix are cut between blocks.
+uint32_t split_multiple(const LayerWeights &layer, const ModelConfig &config);
 
 // Throws Error: PI_USAGE for a plan that contradicts itself or the model, PI_FAILURE for a placement that
 // this library cannot execute.

@@ -17,6 +17,9 @@ std::unique_ptr<KvHome> make_gpu_pages(Stream &stream, const KvShape &shape,
 // How split layers meet the CPU; null: the placement has none.
 HandOver *gpu_hand_over(Stream &stream);
 
+// What large steps compute the CPU's neurons of split layers from; null: the plan wants the CPU to.
+ColdWeights *gpu_cold_weights(Stream &stream);
+
 // Fills in the device's part of the statistics.
 void describe_gpu(const Side &gpu, pi_stats &stats);
 

@@ -1,11 +1,12 @@
 // ffn.cpp: the feed-forward block on the device. A few tokens one by one, so that only rows of neurons that
-// fire are read; larger steps compute every neuron.
+// fire are read; larger steps compute every neuron, and drop what masks do not name.
 #include "stream.h"
 
 namespace pi {
 namespace {
 
-constexpr uint32_t sparse_tokens = 4; // steps of up to this many exact tokens go one by one
+constexpr uint32_t sparse_tokens = 4;                // up to this many exact tokens go one by one
+constexpr uint32_t masked_tokens = Plan::few_tokens; // and predicted ones
 
 // Neurons of a word of a mask.
 constexpr uint32_t word_bits = 32;
@@ -23,54 +24,27 @@ bool is_lone(const FfnArgs &args) {
     return args.n_tokens == 1 && is_masked(args, 0);
 }
 
-class Ffn {
+pi_gpu_product product(const pi_gpu_rows &rows, float *out, uint32_t add = 0) {
+    return {rows, nullptr, out, add, 0};
+}
+
+class Predictor {
   public:
-    Ffn(GpuStream &stream, const FfnArgs &args)
-        : stream_(stream), device_(stream.device), args_(args), layer_(*args.layer), config_(*args.config),
-          n_(args.neuron_end - args.neuron_begin), buffers_(stream.ffn), norm_(stream.norm(args.norm)) {}
+    Predictor(const GpuStream &stream, const FfnArgs &args)
+        : stream_(stream), args_(args), layer_(*args.layer), config_(*args.config), buffers_(stream.ffn) {}
 
-    // Every neuron of every token of the range.
-    void dense(uint32_t begin, uint32_t n_tokens) {
-        const pi_gpu_product products[] = {product(neurons(layer_.gate), buffers_.gate),
-                                           product(neurons(layer_.up), buffers_.up)};
-        device_.call(&pi_gpu_api::multiply, products, 2u, input(begin), n_tokens, norm());
-        const bool relu = config_.activation == Activation::relu;
-        const uint64_t n = uint64_t{n_tokens} * n_;
-        const bool counted = relu && args_.modes[begin] != PI_FFN_DENSE;
-        device_.call(&pi_gpu_api::gated, static_cast<uint32_t>(config_.activation),
-                     config_.activation_threshold, static_cast<const float *>(buffers_.up), n, buffers_.gate,
-                     counted ? buffers_.counts + 1 : nullptr);
-        args_.counts->total += n;
-        args_.counts->guessed += n;
-        args_.counts->active += counted ? 0 : n;
-        down(begin, n_tokens);
-    }
-
-    // One token: gates, of the neurons that its mask names if it has one, then up and down of those that
-    // fire.
-    void single(uint32_t token) {
-        pi_gpu_neurons of = neurons_of(token);
-        if (is_masked(args_, token))
-            of.mask = buffers_.mask + uint64_t{token} * mask_words(config_) + args_.neuron_begin / word_bits;
-        device_.call(&pi_gpu_api::neurons, static_cast<const pi_gpu_neurons *>(&of));
-        down(token, 1);
-    }
-
-    // The same of a step's only token, whose neurons the predictor names meanwhile.
-    void predicted_single() {
-        const pi_gpu_predictor predictor = predictor_of(args_.neuron_begin, args_.neuron_end);
-        pi_gpu_neurons of = neurons_of(0);
-        of.predictor = &predictor;
-        device_.call(&pi_gpu_api::neurons, static_cast<const pi_gpu_neurons *>(&of));
-        down(0, 1);
+    // Of neurons [begin, end), for the token in buffers_.hidden.
+    pi_gpu_predictor range(uint32_t begin, uint32_t end) const {
+        return {stream_.rows(layer_.predictor_fc2, begin, end), buffers_.hidden, args_.sparse_threshold,
+                buffers_.logits + begin, buffers_.mask + begin / word_bits};
     }
 
     // Masks of a few tokens, over all neurons of the layer; token 0's row of what is posted is post.out.
-    void predict(uint32_t begin, uint32_t n_tokens, uint32_t first_word, const pi_gpu_post &post) {
-        predict_hidden(begin, n_tokens);
+    void mask(uint32_t begin, uint32_t n_tokens, uint32_t first_word, const pi_gpu_post &post) const {
+        hidden_units(begin, n_tokens);
         const pi_gpu_product second = product(stream_.rows(layer_.predictor_fc2), buffers_.logits);
-        device_.call(&pi_gpu_api::multiply, &second, 1u, static_cast<const float *>(buffers_.hidden),
-                     n_tokens, nullptr);
+        stream_.device.call(&pi_gpu_api::multiply, &second, 1u, static_cast<const float *>(buffers_.hidden),
+                            n_tokens, nullptr);
         pi_gpu_mask mask{};
         mask.logits = buffers_.logits;
         mask.n_tokens = n_tokens;
@@ -81,29 +55,88 @@ class Ffn {
         mask.post = post;
         if (post.out != nullptr)
             mask.post.out += uint64_t{begin} * post.out_stride;
-        device_.call(&pi_gpu_api::mask, static_cast<const pi_gpu_mask *>(&mask));
+        stream_.device.call(&pi_gpu_api::mask, static_cast<const pi_gpu_mask *>(&mask));
     }
 
     // Of a step's only token: what the predictor of all neurons begins with, and the mask that is posted.
-    void predict_single(uint32_t first_word, const pi_gpu_post &post) {
-        predict_hidden(0, 1);
+    void begin_single(uint32_t first_word, const pi_gpu_post &post) const {
+        hidden_units(0, 1);
         if (post.out == nullptr)
             return;
-        const pi_gpu_predictor predictor = predictor_of(first_word * word_bits, config_.n_ff);
+        const pi_gpu_predictor predictor = range(first_word * word_bits, config_.n_ff);
         pi_gpu_mask mask{};
         mask.predictor = &predictor;
         mask.words = predictor.mask;
         mask.post = post;
-        device_.call(&pi_gpu_api::mask, static_cast<const pi_gpu_mask *>(&mask));
+        stream_.device.call(&pi_gpu_api::mask, static_cast<const pi_gpu_mask *>(&mask));
     }
 
   private:
-    // Of neurons [begin, end), for the token in buffers_.hidden.
-    pi_gpu_predictor predictor_of(uint32_t begin, uint32_t end) const {
-        return {stream_.rows(layer_.predictor_fc2, begin, end), buffers_.hidden, args_.sparse_threshold,
-                buffers_.logits + begin, buffers_.mask + begin / word_bits};
+    // The hidden units of a few tokens.
+    void hidden_units(uint32_t begin, uint32_t n_tokens) const {
+        const Matrix &fc1 = layer_.predictor_fc1;
+        const float *residual = args_.residual + uint64_t{begin} * config_.n_embd;
+        pi_gpu_product first = product(stream_.rows(fc1, 0, padded_rank(fc1.n_rows)), buffers_.hidden);
+        first.relu = 1;
+        stream_.device.call(&pi_gpu_api::multiply, static_cast<const pi_gpu_product *>(&first), 1u, residual,
+                            n_tokens, nullptr);
     }
 
+    const GpuStream &stream_;
+    const FfnArgs &args_;
+    const LayerWeights &layer_;
+    const ModelConfig &config_;
+    const GpuFfnBuffers &buffers_;
+};
+
+class Ffn {
+  public:
+    Ffn(GpuStream &stream, const FfnArgs &args, const NeuronRows &rows)
+        : stream_(stream), device_(stream.device), args_(args), rows_(rows), config_(*args.config),
+          n_(args.neuron_end - args.neuron_begin), buffers_(stream.ffn), norm_(stream.norm(args.norm)) {}
+
+    // Every neuron of every token of the range.
+    void dense(uint32_t begin, uint32_t n_tokens) {
+        const pi_gpu_product products[] = {product(rows_.gate, buffers_.gate),
+                                           product(rows_.up, buffers_.up)};
+        device_.call(&pi_gpu_api::multiply, products, 2u, input(begin), n_tokens, norm());
+        const bool masked = is_masked(args_, begin);
+        if (masked)
+            device_.call(&pi_gpu_api::hide, mask(begin), mask_words(config_), n_tokens, n_, buffers_.gate,
+                         buffers_.counts);
+        const bool relu = config_.activation == Activation::relu;
+        const uint64_t n = uint64_t{n_tokens} * n_;
+        const bool counted = relu && args_.modes[begin] != PI_FFN_DENSE;
+        device_.call(&pi_gpu_api::gated, static_cast<uint32_t>(config_.activation),
+                     config_.activation_threshold, static_cast<const float *>(buffers_.up), n, buffers_.gate,
+                     counted ? buffers_.counts + 1 : nullptr);
+        args_.counts->total += n;
+        args_.counts->guessed += masked ? 0 : n;
+        args_.counts->active += counted ? 0 : n;
+        down(begin, n_tokens);
+    }
+
+    // One token: gates, of the neurons that its mask names if it has one, then up and down of those that
+    // fire.
+    void single(uint32_t token) {
+        pi_gpu_neurons of = neurons_of(token);
+        if (is_masked(args_, token))
+            of.mask = mask(token);
+        device_.call(&pi_gpu_api::neurons, static_cast<const pi_gpu_neurons *>(&of));
+        down(token, 1);
+    }
+
+    // The same of a step's only token, whose neurons the predictor names meanwhile.
+    void predicted_single() {
+        const pi_gpu_predictor predictor =
+            Predictor(stream_, args_).range(args_.neuron_begin, args_.neuron_end);
+        pi_gpu_neurons of = neurons_of(0);
+        of.predictor = &predictor;
+        device_.call(&pi_gpu_api::neurons, static_cast<const pi_gpu_neurons *>(&of));
+        down(0, 1);
+    }
+
+  private:
     // What is asked of a token's neurons, but for a mask; counts of what the device does not count.
     pi_gpu_neurons neurons_of(uint32_t token) {
         const bool masked = is_masked(args_, token), is_dense = args_.modes[token] == PI_FFN_DENSE;
@@ -111,8 +144,8 @@ class Ffn {
         args_.counts->guessed += masked ? 0 : n_;
         args_.counts->active += is_dense ? n_ : 0;
         pi_gpu_neurons of{};
-        of.gate = neurons(layer_.gate);
-        of.up = neurons(layer_.up);
+        of.gate = rows_.gate;
+        of.up = rows_.up;
         of.x = input(token);
         of.norm = norm();
         of.activation = static_cast<uint32_t>(config_.activation);
@@ -123,22 +156,9 @@ class Ffn {
         return of;
     }
 
-    // The predictor's units of a few tokens.
-    void predict_hidden(uint32_t begin, uint32_t n_tokens) {
-        const float *residual = args_.residual + uint64_t{begin} * config_.n_embd;
-        pi_gpu_product first = product(
-            stream_.rows(layer_.predictor_fc1, 0, padded_rank(layer_.predictor_fc1.n_rows)), buffers_.hidden);
-        first.relu = 1;
-        device_.call(&pi_gpu_api::multiply, static_cast<const pi_gpu_product *>(&first), 1u, residual,
-                     n_tokens, nullptr);
-    }
-
-    pi_gpu_rows neurons(const Matrix &matrix) const {
-        return stream_.rows(matrix, args_.neuron_begin, args_.neuron_end);
-    }
-
-    static pi_gpu_product product(const pi_gpu_rows &rows, float *out, uint32_t add = 0) {
-        return {rows, nullptr, out, add, 0};
+    // The token's, from the first neuron on.
+    const uint32_t *mask(uint32_t token) const {
+        return buffers_.mask + uint64_t{token} * mask_words(config_) + args_.neuron_begin / word_bits;
     }
     const pi_gpu_norm *norm() const { return norm_ ? &*norm_ : nullptr; }
     const float *input(uint32_t token) const {
@@ -153,11 +173,9 @@ class Ffn {
         float *out = (add == 0 ? args_.out : args_.add_to) + uint64_t{begin} * config_.n_embd;
         const float *activations = buffers_.gate;
         if (config_.sparse_layout) {
-            const pi_gpu_rows rows = neurons(layer_.down_t);
-            device_.call(&pi_gpu_api::multiply_transposed, &rows, activations, n_tokens, add, out);
+            device_.call(&pi_gpu_api::multiply_transposed, &rows_.down, activations, n_tokens, add, out);
         } else {
-            const Matrix columns = layer_.down.columns(args_.neuron_begin, args_.neuron_end);
-            const pi_gpu_product down = product(stream_.rows(columns), out, add);
+            const pi_gpu_product down = product(rows_.down, out, add);
             device_.call(&pi_gpu_api::multiply, &down, 1u, activations, n_tokens, nullptr);
         }
     }
@@ -178,7 +196,7 @@ class Ffn {
     GpuStream &stream_;
     const GpuDevice &device_;
     const FfnArgs &args_;
-    const LayerWeights &layer_;
+    const NeuronRows &rows_;
     const ModelConfig &config_;
     const uint32_t n_;
     const GpuFfnBuffers &buffers_;
@@ -199,25 +217,28 @@ void for_runs(uint32_t n_tokens, uint32_t most, const Same &same, const Run &run
 } // namespace
 
 void gpu_predict(GpuStream &stream, const FfnArgs &args, uint32_t first_word, const pi_gpu_post &post) {
-    Ffn ffn(stream, args);
+    const Predictor predictor(stream, args);
     if (is_lone(args))
-        return ffn.predict_single(first_word, post);
+        return predictor.begin_single(first_word, post);
     const auto same = [&](uint32_t a, uint32_t b) { return is_masked(args, a) == is_masked(args, b); };
     for_runs(args.n_tokens, GpuFfnBuffers::predicted_together, same, [&](uint32_t begin, uint32_t end) {
         if (is_masked(args, begin))
-            ffn.predict(begin, end - begin, first_word, post);
+            predictor.mask(begin, end - begin, first_word, post);
     });
 }
 
-void gpu_ffn_range(GpuStream &stream, const FfnArgs &args) {
-    Ffn ffn(stream, args);
+void gpu_ffn_range(GpuStream &stream, const FfnArgs &args, const NeuronRows &rows) {
+    Ffn ffn(stream, args, rows);
     stream.counts = args.counts;
     if (is_lone(args))
         return ffn.predicted_single();
     const auto same = [&](uint32_t a, uint32_t b) { return args.modes[a] == args.modes[b]; };
     for_runs(args.n_tokens, args.n_tokens, same, [&](uint32_t begin, uint32_t end) {
-        const uint32_t few = args.modes[begin] == PI_FFN_EXACT ? sparse_tokens : 1;
-        if (!is_masked(args, begin) && end - begin > few)
+        const uint32_t mode = args.modes[begin];
+        const uint32_t few = mode == PI_FFN_PREDICTED ? masked_tokens
+                             : mode == PI_FFN_EXACT   ? sparse_tokens
+                                                      : 1;
+        if (end - begin > few)
             return ffn.dense(begin, end - begin);
         for (uint32_t token = begin; token < end; ++token)
             ffn.single(token);
@@ -226,7 +247,8 @@ void gpu_ffn_range(GpuStream &stream, const FfnArgs &args) {
 
 void gpu_ffn(GpuStream &stream, const FfnArgs &args) {
     gpu_predict(stream, args, 0, {});
-    gpu_ffn_range(stream, args);
+    gpu_ffn_range(stream, args,
+                  stream.neurons(*args.layer, *args.config, args.neuron_begin, args.neuron_end));
 }
 
 } // namespace pi

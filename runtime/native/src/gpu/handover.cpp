@@ -12,7 +12,6 @@ namespace {
 
 // A side that waits longer than this for the other says so. Steps of many tokens take the CPU longer.
 constexpr std::chrono::seconds limit{5}, limit_of_many{60};
-constexpr uint32_t few_tokens = 16;
 constexpr std::chrono::milliseconds between_checks{20};
 constexpr int polls_between_clocks = 256;
 // A thread that waits longer for a packet leaves it to the caller.
@@ -24,7 +23,7 @@ uint64_t nanoseconds(std::chrono::steady_clock::duration time) {
 }
 
 std::chrono::seconds limit_for(uint32_t n_tokens) {
-    return n_tokens <= few_tokens ? limit : limit_of_many;
+    return n_tokens <= Plan::few_tokens ? limit : limit_of_many;
 }
 
 // A Linux under Windows shares its GPU with the display there.
@@ -129,6 +128,10 @@ FfnArgs HandOver::range(const FfnArgs &args, uint32_t begin, uint32_t end, float
     return part;
 }
 
+void HandOver::queue_range(const FfnArgs &args) const {
+    gpu_ffn_range(stream_, args, stream_.neurons(*args.layer, config_, args.neuron_begin, args.neuron_end));
+}
+
 void HandOver::queue_shares(const FfnArgs &args, uint32_t layer) {
     const LayerPlacement &placed = layers_[layer];
     queue_normed(args, layer);
@@ -137,10 +140,10 @@ void HandOver::queue_shares(const FfnArgs &args, uint32_t layer) {
         post.out += x_packets_;
     gpu_predict(stream_, args, placed.n_pull / 32, post);
     if (placed.n_hot > 0)
-        gpu_ffn_range(stream_, range(args, 0, placed.n_hot, args.out));
+        queue_range(range(args, 0, placed.n_hot, args.out));
     stamp(layer, &LayerStamps::hot);
     if (placed.n_pull > placed.n_hot)
-        gpu_ffn_range(stream_, range(args, placed.n_hot, placed.n_pull, pulled_));
+        queue_range(range(args, placed.n_hot, placed.n_pull, pulled_));
     stamp(layer, &LayerStamps::shares);
 }
 

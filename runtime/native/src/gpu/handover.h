@@ -26,9 +26,6 @@ struct Posted {
     const DeliverColumns *deliver; // called for every column: answers with it
 };
 
-// The threads of the CPU: Ops::on_threads.
-using OnThreads = std::function<void(const std::function<void(uint32_t part, uint32_t n_parts)> &task)>;
-
 class HandOver {
     using Clock = std::chrono::steady_clock;
 
@@ -108,6 +105,7 @@ class HandOver {
     void require_alive() const;
     [[noreturn]] void fail_silent(uint32_t layer, std::chrono::seconds waited);
     FfnArgs range(const FfnArgs &args, uint32_t begin, uint32_t end, float *out) const;
+    void queue_range(const FfnArgs &args) const;
     pi_gpu_post post_of(uint32_t layer) const;
     void queue_normed(const FfnArgs &args, uint32_t layer);
     // Where layers are timed: this moment of the layer is here.

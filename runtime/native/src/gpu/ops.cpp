@@ -318,6 +318,10 @@ HandOver *gpu_hand_over(Stream &stream) {
     return static_cast<GpuStream &>(stream).hand_over.get();
 }
 
+ColdWeights *gpu_cold_weights(Stream &stream) {
+    return static_cast<GpuStream &>(stream).cold_weights.get();
+}
+
 void describe_gpu(const Side &gpu, pi_stats &stats) {
     const auto &stream = static_cast<const GpuStream &>(gpu.stream);
     const pi_gpu_info info = stream.device.info();

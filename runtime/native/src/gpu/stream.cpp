@@ -46,6 +46,8 @@ GpuStream::GpuStream(const pi_model &model, const Plan &plan, const GpuPlacement
     make_buffers(config, model, plan);
     if (placement.any_split())
         hand_over = std::make_unique<HandOver>(*this, config, placement, plan);
+    if (hand_over != nullptr && plan.stream_tokens != 0)
+        cold_weights = std::make_unique<ColdWeights>(*this, model, placement, plan);
     device.call(&pi_gpu_api::synchronize);                  // failures of the uploads belong here
     file_.drop(file_.bytes().data(), file_.bytes().size()); // what reading brought in around them
 }
@@ -109,8 +111,7 @@ void GpuStream::put(const float *values, uint64_t n) {
         vectors_[values] = device.copy_of(values, n);
 }
 
-// Memory for n rows as the device reads them.
-pi_gpu_rows GpuStream::place_for(const Matrix &matrix, uint64_t n_rows, uint32_t place) {
+pi_gpu_rows rows_on(const GpuDevice &device, const Matrix &matrix, uint64_t n_rows) {
     pi_gpu_rows rows{};
     rows.kernel_type = static_cast<uint32_t>(matrix.type->kernel_index);
     rows.n_cols = static_cast<uint32_t>(matrix.n_cols);
@@ -121,11 +122,18 @@ pi_gpu_rows GpuStream::place_for(const Matrix &matrix, uint64_t n_rows, uint32_t
                     "the device has no kernels for rows of " + std::to_string(matrix.n_cols) +
                         " elements of " + matrix.type->name,
                     "use --vram-budget 0");
+    return rows;
+}
+
+// Memory for n rows as the device reads them.
+pi_gpu_rows GpuStream::place_for(const Matrix &matrix, uint64_t n_rows, uint32_t place) {
+    pi_gpu_rows rows = rows_on(device, matrix, n_rows);
     if (place == PI_PLACE_GPU) {
         rows.data = device.allocate<uint8_t>(rows.row_stride * n_rows);
         return rows;
     }
     rows.data = pinned.allocate(rows.row_stride * n_rows).device;
+    rows.on_host = 1;
     return rows;
 }
 
@@ -174,6 +182,12 @@ pi_gpu_rows GpuStream::rows(const Matrix &matrix, uint64_t begin, uint64_t end) 
         return rows;
     }
     throw Error(PI_FAILURE, "a matrix is not on the device");
+}
+
+NeuronRows GpuStream::neurons(const LayerWeights &layer, const ModelConfig &config, uint32_t begin,
+                              uint32_t end) const {
+    return {rows(layer.gate, begin, end), rows(layer.up, begin, end),
+            config.sparse_layout ? rows(layer.down_t, begin, end) : rows(layer.down.columns(begin, end))};
 }
 
 const uint32_t *GpuStream::indices(const void *host, uint32_t n) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backend.h"
+#include "cold_weights.h"
 #include "graphs.h"
 #include "handover.h"
 #include "library.h"
@@ -43,6 +44,10 @@ struct GpuFfnBuffers {
     uint64_t *counts; // [2] guessed, active
 };
 
+// Rows of that length as the device has them, without their memory. Throws Error where it has no kernels for
+// them.
+pi_gpu_rows rows_on(const GpuDevice &device, const Matrix &matrix, uint64_t n_rows);
+
 // A step's description on the device: one block of 32-bit words, at fixed places.
 struct GpuStepBuffers {
     uint32_t *words;
@@ -56,12 +61,19 @@ constexpr uint64_t padded_rank(uint64_t rank) {
     return (rank + 31) / 32 * 32;
 }
 
+// Rows of a range of a layer's neurons. down: a neuron a row, or in the plain layout a neuron a column.
+struct NeuronRows {
+    pi_gpu_rows gate, up, down;
+};
+
 struct GpuStream final : Stream {
     GpuStream(const pi_model &model, const Plan &plan, const GpuPlacement &placement);
 
     // Rows that lie in one place: device memory, or pinned memory of the host.
     pi_gpu_rows rows(const Matrix &matrix, uint64_t begin, uint64_t end) const;
     pi_gpu_rows rows(const Matrix &matrix) const { return rows(matrix, 0, matrix.n_rows); }
+    NeuronRows neurons(const LayerWeights &layer, const ModelConfig &config, uint32_t begin,
+                       uint32_t end) const;
     const float *vector(const float *host) const { return host == nullptr ? nullptr : vectors_.at(host); }
     // As the device library takes it; none for null.
     std::optional<pi_gpu_norm> norm(const InputNorm *norm) const {
@@ -89,6 +101,7 @@ struct GpuStream final : Stream {
     uint32_t *index_buffer = nullptr;
     LayerStamps *host_stamps = nullptr, *device_stamps = nullptr; // [n_layers] once layers were timed
     std::unique_ptr<HandOver> hand_over;                          // where layers are split
+    std::unique_ptr<ColdWeights> cold_weights;                    // where large steps stream the CPU's share
     FfnCounts *counts = nullptr;                                  // to be added to when the device is done
     uint32_t max_tokens;
     uint32_t context_pages; // of a sequence
@@ -124,6 +137,6 @@ void gpu_ffn(GpuStream &stream, const FfnArgs &args);
 // The same in two steps: masks of all neurons for the tokens that are predicted, into stream.ffn.mask, and
 // posted from the word first_word on; a range of neurons, args.out = their share.
 void gpu_predict(GpuStream &stream, const FfnArgs &args, uint32_t first_word, const pi_gpu_post &post);
-void gpu_ffn_range(GpuStream &stream, const FfnArgs &args);
+void gpu_ffn_range(GpuStream &stream, const FfnArgs &args, const NeuronRows &rows);
 
 } // namespace pi

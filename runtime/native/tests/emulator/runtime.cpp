@@ -3,6 +3,7 @@
 
 #include "cuda/wait_value.h"
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -18,6 +19,17 @@ using Work = std::vector<std::function<void()>>;
 // Work in the order in which it was recorded; arguments are copies, as a device's graph has them.
 struct emulated_graph {
     std::shared_ptr<const Work> work;
+};
+
+// A stream that waits for another one is a second one: what it does comes as early as its waits allow, before
+// work that was queued earlier. All others are one queue, in the program's order.
+struct emulated_stream {
+    bool second = false;
+    uint64_t position = 0; // in the queue, before which nothing of a second stream is done
+};
+struct emulated_event {
+    const emulated_stream *stream = nullptr; // null: not recorded yet
+    uint64_t position = 0;                   // behind the work that it was recorded after
 };
 
 namespace emulator {
@@ -36,19 +48,29 @@ class Queue {
         work_.push_back(std::move(work));
         ++added_;
     }
+    uint64_t position() {
+        const std::lock_guard lock(mutex_);
+        return added_;
+    }
+    // Behind that position, or next where that is past. Returns the position behind it.
+    uint64_t insert(uint64_t position, std::function<void()> work) {
+        const std::lock_guard lock(mutex_);
+        const uint64_t at = std::max(position, added_ - work_.size());
+        work_.insert(work_.end() - static_cast<std::ptrdiff_t>(added_ - at), std::move(work));
+        ++added_;
+        released_ += at < released_ ? 1 : 0;
+        return at + 1;
+    }
     void flush() {
         const std::lock_guard lock(mutex_);
-        if (!running_) {
-            running_ = true;
-            std::thread([this] { run(); }).detach();
-        }
-        released_ = added_;
-        changed_.notify_all();
+        release(added_);
     }
-    void wait() {
-        flush();
+    void wait() { wait_for(position()); }
+    // Until what is before that position is done; no more than that has to be.
+    void wait_for(uint64_t position) {
         std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&, last = added_] { return done_ >= last; });
+        release(position);
+        changed_.wait(lock, [&] { return done_ >= position; });
     }
     bool idle() {
         const std::lock_guard lock(mutex_);
@@ -61,6 +83,14 @@ class Queue {
     }
 
   private:
+    void release(uint64_t position) {
+        if (!running_) {
+            running_ = true;
+            std::thread([this] { run(); }).detach();
+        }
+        released_ = std::max(released_, position);
+        changed_.notify_all();
+    }
     void run() {
         std::unique_lock lock(mutex_);
         for (;;) {
@@ -207,8 +237,23 @@ cudaError_t cudaFreeHost(void *data) {
     std::free(data);
     return cudaSuccess;
 }
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n_bytes, cudaMemcpyKind, cudaStream_t) {
-    emulator::queue([=] { std::memcpy(to, from, n_bytes); });
+namespace {
+std::vector<emulated_event *> events;
+
+uint64_t insert_copy(uint64_t position, std::function<void()> copy) {
+    const uint64_t behind = emulator::the_queue().insert(position, std::move(copy));
+    for (emulated_event *event : events)
+        event->position += event->position >= behind ? 1 : 0;
+    return behind;
+}
+} // namespace
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n_bytes, cudaMemcpyKind, cudaStream_t stream) {
+    const auto copy = [=] { std::memcpy(to, from, n_bytes); };
+    if (stream->second)
+        stream->position = insert_copy(stream->position, copy);
+    else
+        emulator::queue(copy);
     return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void *data, int value, size_t n_bytes, cudaStream_t) {
@@ -216,10 +261,11 @@ cudaError_t cudaMemsetAsync(void *data, int value, size_t n_bytes, cudaStream_t)
     return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned) {
-    *out = reinterpret_cast<cudaStream_t>(1);
+    *out = new emulated_stream;
     return cudaSuccess;
 }
-cudaError_t cudaStreamDestroy(cudaStream_t) {
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    delete stream;
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) {
@@ -233,19 +279,31 @@ cudaError_t cudaStreamQuery(cudaStream_t) {
     return emulator::the_queue().idle() ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned) {
-    *out = reinterpret_cast<cudaEvent_t>(1);
+    *out = new emulated_event;
+    events.push_back(*out);
     return cudaSuccess;
 }
-cudaError_t cudaEventDestroy(cudaEvent_t) {
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    std::erase(events, event);
+    delete event;
     return cudaSuccess;
 }
-cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    *event = {stream, stream->second ? stream->position : emulator::the_queue().position()};
     return cudaSuccess;
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t) {
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     if (!emulator::may_wait())
         return cudaErrorStreamCaptureUnsupported;
-    emulator::run_queue();
+    emulator::the_queue().wait_for(event->position);
+    return cudaSuccess;
+}
+// What a second stream has is in the queue already when another one waits for it.
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    if (event->stream != nullptr && event->stream->second)
+        return cudaSuccess;
+    stream->second = true;
+    stream->position = std::max(stream->position, event->position);
     return cudaSuccess;
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
