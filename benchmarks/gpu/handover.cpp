@@ -327,7 +327,7 @@ void run(const char *path, uint32_t n_threads, uint32_t n_runs) {
     std::setvbuf(stdout, nullptr, _IOLBF, 0);
     device.check(device.api->open(0, 0, &device.gpu));
     device.check(device.api->reserve(device.gpu, 0, 0, 0, 64u << 20)); // room for graphs
-    for (const uint32_t n_embd : {128u, 4096u, 5120u, 8192u}) {
+    for (const uint32_t n_embd : {4096u, 5120u, 8192u}) {
         for (const Variant &variant : variants)
             Exchange(device, n_embd, n_runs, n_threads, variant).print();
     }

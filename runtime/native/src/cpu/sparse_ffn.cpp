@@ -11,8 +11,8 @@
 namespace pi {
 namespace {
 
-constexpr int64_t block = 32;                        // neurons: ranges are made of these
-constexpr uint64_t line_floats = 64 / sizeof(float); // of a cache line
+constexpr int64_t block = 32;       // neurons: ranges are made of these
+constexpr uint64_t line_bytes = 64; // of a cache
 
 class SparseFfn {
   public:
@@ -43,6 +43,11 @@ class SparseFfn {
   private:
     bool masked(uint32_t token) const { return args_.modes[first_ + token] == PI_FFN_PREDICTED; }
     bool dense(uint32_t token) const { return args_.modes[first_ + token] == PI_FFN_DENSE; }
+    // Counts of a range, in cache lines of its own.
+    int64_t range_stride() const {
+        constexpr int64_t line = line_bytes / sizeof(int64_t);
+        return (int64_t{n_tokens_} + line - 1) / line * line;
+    }
     // Candidates of a token before a block of neurons.
     int64_t start(uint32_t token, int64_t at) const {
         return masked(token) ? starts_[token * (n_blocks_ + 1) + at] : std::min(at * block, n_);
@@ -50,16 +55,26 @@ class SparseFfn {
 
     // The tokens as the products read them. While masks are on their way every thread's core fetches them.
     void prepare() const {
-        const uint64_t n_embd = layer_.gate.n_cols;
+        const uint64_t n_embd = layer_.gate.n_cols, n = n_tokens_ * n_embd;
         const float *normed = args_.normed + first_ * n_embd;
-        if (uses_int8(stream_, layer_.gate, 1) || uses_int8(stream_, layer_.up, 1))
-            return quantise_input(stream_, normed, n_tokens_, n_embd);
+        const bool int8 = uses_int8(stream_, layer_.gate, 1) || uses_int8(stream_, layer_.up, 1);
+        if (int8)
+            quantise_input(stream_, normed, n_tokens_, n_embd);
         if (args_.await_masks == nullptr)
             return;
         stream_.pool.run(stream_.pool.n_threads(), [&](int64_t, uint32_t) {
-            for (uint64_t i = 0; i < n_tokens_ * n_embd; i += line_floats)
-                __builtin_prefetch(normed + i);
+            if (!int8)
+                return fetch(normed, n * sizeof(float));
+            const pi_q8_vector &first = stream_.quantised.tokens[0];
+            fetch(first.q, n);
+            fetch(first.d, n / PI_QK * sizeof(float));
+            fetch(first.s, n / PI_QK * sizeof(float));
         });
+    }
+
+    static void fetch(const void *data, uint64_t n_bytes) {
+        for (uint64_t i = 0; i < n_bytes; i += line_bytes)
+            __builtin_prefetch(static_cast<const uint8_t *>(data) + i);
     }
 
     // Candidates of the masked tokens, by given masks.
@@ -164,7 +179,7 @@ class SparseFfn {
             ranges_[++n_ranges_] = at + 1;
             next = seen * n_wanted / std::max<int64_t>(n_rows, 1) + 1;
         }
-        range_fired_ = stream_.range_fired.as<int64_t>(static_cast<uint64_t>(n_ranges_) * n_tokens_);
+        range_fired_ = stream_.range_fired.as<int64_t>(static_cast<uint64_t>(n_ranges_ * range_stride()));
     }
 
     void fire() {
@@ -233,12 +248,12 @@ class SparseFfn {
             gate[n_fired] = value;
             n_fired += value > threshold ? 1 : 0;
         }
-        range_fired_[range * n_tokens_ + token] = n_fired;
+        range_fired_[range * range_stride() + token] = n_fired;
     }
 
     void multiply_up(uint32_t token, int64_t range) const {
         const int64_t begin = start(token, ranges_[range]), end = start(token, ranges_[range + 1]);
-        const int64_t at = token * n_ + begin, n_fired = range_fired_[range * n_tokens_ + token];
+        const int64_t at = token * n_ + begin, n_fired = range_fired_[range * range_stride() + token];
         const int32_t *index = fired_.index + at;
         float *up = up_ + at, *coef = fired_.coef + at;
         if (dense(token)) {
@@ -265,7 +280,7 @@ class SparseFfn {
             int64_t n = 0;
             for (int64_t range = 0; range < n_ranges_; ++range) {
                 const int64_t from = start(token, ranges_[range]);
-                const int64_t n_fired = range_fired_[range * n_tokens_ + token];
+                const int64_t n_fired = range_fired_[range * range_stride() + token];
                 std::memmove(index + n, index + from, static_cast<size_t>(n_fired) * sizeof(int32_t));
                 std::memmove(coef + n, coef + from, static_cast<size_t>(n_fired) * sizeof(float));
                 n += n_fired;
@@ -294,7 +309,7 @@ class SparseFfn {
     int32_t *starts_;           // [n_tokens, n_blocks + 1] candidates before a block
     int64_t *ranges_ = nullptr; // [n_ranges + 1] in blocks
     int64_t n_ranges_ = 0;
-    int64_t *range_fired_ = nullptr; // [n_ranges, n_tokens]
+    int64_t *range_fired_ = nullptr; // [n_ranges, range_stride]
 };
 
 } // namespace
