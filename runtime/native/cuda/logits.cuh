@@ -2,7 +2,7 @@
 // eight lanes compute a pair of them, and a block all of its own at once.
 #pragma once
 
-#include "groups.cuh"
+#include "vectors.cuh"
 
 namespace pi_cuda {
 
@@ -53,30 +53,51 @@ __device__ __forceinline__ float logit_sum(float x) {
 template <int type, typename RowOf, typename Use>
 __device__ __forceinline__ void logits_of_rows(const Logits &of, uint32_t n, const RowOf &row_of,
                                                uint4 *shared, float *warp_sums, const Use &use) {
+    constexpr uint32_t depth = Ahead<type>::depth, at_once = depth * logit_lanes;
     const uint32_t n_slices = of.rank / Type<type>::width, n_pairs = (n + 1) / 2;
-    const Group group = {logit_lanes, threadIdx.x % logit_lanes};
+    const uint32_t lane = threadIdx.x % logit_lanes, stride = blockDim.x / logit_lanes;
     const auto rows_of = [&](uint32_t pair) {
-        const uint32_t n_blocks = of.rank / layouts[type].block_elements;
-        const uint32_t a = row_of(2 * min(pair, n_pairs - 1)), b = row_of(min(2 * pair + 1, n - 1));
+        const uint32_t a = row_of(2 * min(pair, n_pairs - 1)),
+                       n_blocks = of.rank / layouts[type].block_elements;
+        const uint32_t b = row_of(min(2 * pair + 1, n - 1));
         return RowPair{{{of.rows + of.row_stride * a, n_blocks}, {of.rows + of.row_stride * b, n_blocks}}};
     };
     uint32_t pair = threadIdx.x / logit_lanes;
     RowPair rows = rows_of(pair);
     Ahead<type> ahead;
-    begin_group(ahead, group, rows, n_slices);
+#pragma unroll
+    for (uint32_t d = 0; d < depth; ++d)
+        ahead.load(d, rows, d * logit_lanes + lane, n_slices);
     wait_for_previous();
     const Vectors vectors = {of.rank, 1, of.hidden, nullptr, 0.0f};
     BlockVectors<type, 1> hidden(vectors, shared, warp_sums);
     hidden.stage(0);
-    const uint32_t stride = blockDim.x / logit_lanes;
     for (uint32_t first = 0; first < n_pairs; first += stride, pair += stride) {
         const RowPair next = rows_of(pair + stride);
         float sum[gemv_rows][1] = {};
-        multiply_group(ahead, group, rows, n_slices, next, first + stride < n_pairs ? n_slices : 1,
-                       hidden.staged, sum);
+        for (uint32_t at = 0; at < n_slices; at += at_once) {
+            const bool more = at + at_once < n_slices;
+            const RowPair from = choose(more, rows, next);
+            const uint32_t from_begin =
+                more ? at + at_once : 0; // behind the last rows one slice, for nothing
+            const uint32_t from_end = more || first + stride < n_pairs ? n_slices : 1;
+#pragma unroll
+            for (uint32_t d = 0; d < depth; ++d) {
+                const uint32_t slice = at + d * logit_lanes + lane;
+                float part[gemv_rows][1] = {};
+                if constexpr (is_quantised<type>)
+                    add_rounded<type, 1>(ahead.packed[d], hidden.staged, min(slice, n_slices - 1), part);
+                else
+                    add_floats<type, 1>(ahead.packed[d], hidden.staged, min(slice, n_slices - 1), part);
+#pragma unroll
+                for (int r = 0; r < gemv_rows; ++r)
+                    sum[r][0] += slice < n_slices ? part[r][0] : 0.0f;
+                ahead.load(d, from, from_begin + d * logit_lanes + lane, from_end);
+            }
+        }
         const float a = logit_sum(sum[0][0]), b = logit_sum(sum[1][0]);
-        if (group.lane < gemv_rows && 2 * pair + group.lane < n)
-            use(row_of(2 * pair + group.lane), group.lane == 0 ? a : b);
+        if (lane < gemv_rows && 2 * pair + lane < n)
+            use(row_of(2 * pair + lane), lane == 0 ? a : b);
         rows = next;
     }
 }
