@@ -221,6 +221,26 @@ def test_products_of_normalised_vectors(
     )
 
 
+@pytest.mark.parametrize("kind", ["F16", "Q4_0"])
+def test_vectors_longer_than_shared_memory(device: Device, kind: str) -> None:
+    """Launches of two halves: one norm, one bias, and ReLU of the whole sum only."""
+    n_rows, n_cols = 21, 49_152
+    data, x = random_rows(kind, n_rows, n_cols, seed=21), some_x(3, n_cols) * 3
+    gain, bias = some_x(1, n_cols, seed=22)[0], some_x(1, n_rows, seed=23)[0]
+    rows, out = device.rows(kind, data, n_cols), device.poisoned((3, n_rows))
+    norm = Norm(device.put(gain), 1e-5, device.poisoned(x.shape))
+    product = Product(rows, device.put(bias), out, 0, 1)
+    device.multiply(ct.byref(product), 1, device.put(x), 3, ct.byref(norm))
+    weights, want_x = values_of(kind, data, n_cols).astype(np.float64), normed(x, gain, 1e-5)
+    want, half = want_x @ weights.T + bias, n_cols // 2
+    of_half = want_x[:, :half] @ weights[:, :half].T + bias
+    assert ((of_half < -0.1) & (want > 0.1)).any()  # which ReLU between the halves would change
+    bound = (n_cols / 32 + 40) * UNIT * (np.abs(want_x) @ np.abs(weights).T + np.abs(bias))
+    if kind not in FLOATS:
+        bound = bound + rounding(weights, want_x)
+    assert (np.abs(device.get(out, want.shape) - np.maximum(want, 0)) <= bound).all()
+
+
 @pytest.mark.parametrize("n_tokens", [1, 5, 20])
 def test_products_that_are_added(device: Device, n_tokens: int) -> None:
     n_rows, n_cols = 64, 256

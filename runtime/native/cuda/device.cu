@@ -160,6 +160,7 @@ void describe(pi_gpu &gpu) {
     gpu.name = properties.name;
     gpu.n_processors = properties.multiProcessorCount;
     gpu.capability = 10 * properties.major + properties.minor;
+    gpu.shared_bytes = static_cast<uint32_t>(properties.sharedMemPerBlockOptin);
     if (gpu.capability < min_capability)
         throw Failure{PI_FAILURE, gpu.name + " has compute capability " + std::to_string(properties.major) +
                                       "." + std::to_string(properties.minor) + ", at least 7.5 is needed"};

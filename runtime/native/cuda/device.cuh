@@ -52,8 +52,9 @@ struct pi_gpu {
     int ordinal = 0;
     int n_processors = 0;
     int capability = 0;
-    bool overlaps = false;    // kernels may begin before the one ahead has ended: launch_early()
-    bool rows_arrive = false; // since the last of those
+    uint32_t shared_bytes = 0; // that a block may have
+    bool overlaps = false;     // kernels may begin before the one ahead has ended: launch_early()
+    bool rows_arrive = false;  // since the last of those
     std::string name;
     uint64_t budget_bytes = 0;
     uint64_t context_bytes = 0;

@@ -75,6 +75,25 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
                  : "r"(a[2]), "r"(a[3]), "r"(b1));
 #endif
 }
+
+// c [16, 8] += a [16, 32] . b [32, 8], of signed bytes
+__device__ __forceinline__ void multiply_add(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int rows = 0; rows < 2; ++rows)
+            asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                : "+r"(c[2 * rows]), "+r"(c[2 * rows + 1])
+                : "r"(a[2 * half + rows]), "r"(half == 0 ? b0 : b1));
+    }
+#endif
+}
 #endif
 
 // Lane's row of a 16 x 16 tile for the four fragments of a: rows 0-7 and 8-15, then the same 8 columns on.

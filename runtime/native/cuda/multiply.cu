@@ -12,18 +12,9 @@ constexpr uint32_t gemv_tokens = 16; // up to this many; float32 rows always: th
 constexpr uint64_t tile_elements = 28u
                                    << 20; // at most of a matrix dequantised at a time: it stays in the cache
 
-GemvProduct gemv_product(const pi_gpu_rows &rows, float *out) {
-    GemvProduct product{};
-    product.data = static_cast<const uint8_t *>(rows.data);
-    product.row_stride = rows.row_stride;
-    product.n_rows = rows.n_rows;
-    product.out = out;
-    return product;
-}
-
 Vectors vectors_of(const float *x, uint32_t n_columns, uint32_t n_cols, const pi_gpu_norm *norm) {
     Vectors vectors{};
-    vectors.n_cols = n_cols;
+    vectors.n_cols = vectors.stride = n_cols;
     vectors.n_columns = n_columns;
     vectors.x = x;
     if (norm != nullptr) {
@@ -33,10 +24,17 @@ Vectors vectors_of(const float *x, uint32_t n_columns, uint32_t n_cols, const pi
     return vectors;
 }
 
-void add_product(GemvLaunch &work, GemvProduct product) {
-    product.first_pair = work.n_pairs;
-    work.n_pairs += ceil_div(product.n_rows, gemv_rows);
-    work.product[work.n_products++] = product;
+void add_product(GemvLaunch &work, uint32_t i, const pi_gpu_product &of, uint32_t token) {
+    GemvProduct &product = work.product[i];
+    work.row_stride = static_cast<uint32_t>(of.rows.row_stride); // the same for all
+    product.rows = static_cast<const uint8_t *>(of.rows.data) - of.rows.row_stride * work.n_rows;
+    product.first_row = work.n_rows;
+    product.n_rows = of.rows.n_rows;
+    product.bias = of.bias;
+    product.out = of.out + uint64_t{token} * of.rows.n_rows;
+    product.add = of.add;
+    product.relu = of.relu;
+    work.n_rows += of.rows.n_rows;
 }
 
 // Products [0, n) that are of this type, in launches of at most 8 vectors.
@@ -44,19 +42,17 @@ void multiply_vectors(pi_gpu &gpu, const pi_gpu_product *products, uint32_t n, u
                       const float *x, uint32_t n_tokens, const pi_gpu_norm *norm) {
     for (uint32_t token = 0; token < n_tokens; token += gemv_max_columns) {
         GemvLaunch work{};
-        const uint32_t n_cols = products[0].rows.n_cols;
-        work.vectors = vectors_of(x + uint64_t{token} * n_cols, std::min(gemv_max_columns, n_tokens - token),
-                                  n_cols, norm);
+        const uint64_t n_cols = products[0].rows.n_cols;
+        work.vectors = vectors_of(x + n_cols * token, std::min(gemv_max_columns, n_tokens - token),
+                                  products[0].rows.n_cols, norm);
+        work.normed = norm == nullptr || norm->out == nullptr ? nullptr : norm->out + n_cols * token;
+        uint32_t n_products = 0;
         for (uint32_t i = 0; i < n; ++i) {
-            const pi_gpu_rows &rows = products[i].rows;
-            if (rows.kernel_type != kernel_type)
-                continue;
-            GemvProduct product = gemv_product(rows, products[i].out + uint64_t{token} * rows.n_rows);
-            product.bias = products[i].bias;
-            product.add = products[i].add;
-            product.relu = products[i].relu;
-            add_product(work, product);
+            if (products[i].rows.kernel_type == kernel_type)
+                add_product(work, n_products++, products[i], token);
         }
+        for (uint32_t i = n_products; i < PI_GPU_MAX_PRODUCTS; ++i)
+            work.product[i].first_row = UINT32_MAX;
         for_type(kernel_type, [&]<int type>() { run_gemv<type>(gpu, work); });
     }
 }

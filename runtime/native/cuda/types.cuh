@@ -18,7 +18,7 @@ struct RowView {
 template <int type, int f>
 __device__ __forceinline__ const uint8_t *field(const RowView &row, uint32_t block) {
     constexpr uint32_t begin = field_begin<type, f>, n_bytes = layouts[type].fields[f].bytes;
-    return row.base + uint64_t{row.n_blocks} * begin + block * n_bytes;
+    return row.base + (row.n_blocks * begin + block * n_bytes); // a row is below 4 GiB
 }
 
 template <typename T>
@@ -73,6 +73,23 @@ constexpr bool is_quantised = requires { Type<type>::bias; };
 // Slices that a thread has on their way of each row that it reads.
 template <int type>
 constexpr uint32_t slices_ahead = sizeof(typename Type<type>::Packed) <= 32 ? 4 : 2;
+
+// Slices i and i + 1 of a row, i even; what lies beyond the last one is any.
+template <int type>
+__device__ __forceinline__ void load_pair(const RowView &row, uint32_t i, uint32_t last,
+                                          typename Type<type>::Packed &a, typename Type<type>::Packed &b) {
+    using T = Type<type>;
+    const uint32_t first = min(i, last & ~1u), second = min(i + 1, last);
+    if constexpr (requires { T::load_scales(row, i); }) {
+        a = T::load(row, first, 0), b = T::load(row, second, 0);
+        const uint32_t scales = T::load_scales(row, first);
+        a.d = static_cast<uint16_t>(scales & 0xffffu);
+        b.d = static_cast<uint16_t>(second > first ? scales >> 16 : 0);
+    } else {
+        a = T::load(row, first);
+        b = T::load(row, second);
+    }
+}
 
 // out[i] += factor * value i
 template <int type>
@@ -172,6 +189,12 @@ struct Type<PI_KT_Q8_0> : Quantised {
         return {read<uint4>(field<PI_KT_Q8_0, 0>(row, 0) + 16 * uint64_t{i}),
                 read<uint16_t>(field<PI_KT_Q8_0, 1>(row, i / 2))};
     }
+    static __device__ __forceinline__ Packed load(const RowView &row, uint32_t i, uint16_t d) {
+        return {read<uint4>(field<PI_KT_Q8_0, 0>(row, 0) + 16 * i), d};
+    }
+    static __device__ __forceinline__ uint32_t load_scales(const RowView &row, uint32_t i) {
+        return read<uint16_t>(field<PI_KT_Q8_0, 1>(row, i / 2)) * 0x10001u;
+    }
     static __device__ __forceinline__ void bytes(const Packed &p, uint32_t *words) {
         words[0] = p.q.x, words[1] = p.q.y, words[2] = p.q.z, words[3] = p.q.w;
     }
@@ -188,6 +211,15 @@ struct Nibbles : Quantised {
     };
     static __device__ __forceinline__ Packed load(const RowView &row, uint32_t i) {
         return {read<uint4>(field<type, 0>(row, i)), read<Scale>(field<type, 1>(row, i))};
+    }
+    static __device__ __forceinline__ Packed load(const RowView &row, uint32_t i, uint16_t d) {
+        return {read<uint4>(field<type, 0>(row, i)), d};
+    }
+    // Of blocks i and i + 1, i even.
+    static __device__ __forceinline__ uint32_t load_scales(const RowView &row, uint32_t i)
+        requires(sizeof(Scale) == 2)
+    {
+        return read<uint32_t>(field<type, 1>(row, i));
     }
     static __device__ __forceinline__ void bytes(const Packed &p, uint32_t *words) {
         const uint32_t q[4] = {p.q.x, p.q.y, p.q.z, p.q.w};

@@ -21,6 +21,8 @@ struct Vectors {
     const float *x;     // [n_columns, n_cols]
     const float *gain;  // [n_cols] or null: x as it is
     float eps;
+    uint32_t first = 0;  // of the rows' columns, where the vectors begin
+    uint32_t stride = 0; // elements from one to the next
 };
 
 // Bytes of 32 elements: their high bytes and low bytes, 16 by 16, and an int4; or floats.
@@ -76,12 +78,14 @@ __device__ __forceinline__ uint32_t four_bytes(int a, int b, int c, int d) {
            (static_cast<uint32_t>(c) & 0xffu) << 16 | static_cast<uint32_t>(d) << 24;
 }
 
-// Elements 4 f .. 4 f + 3 as integers q times a scale, q = 256 * high byte + low byte, both signed: units 2 e
-// and 2 e + 1 are the high and low bytes of elements 16 e .. 16 e + 15. After them, for each 32 elements, the
-// scale and the sums of q over the first 16, the others, and all. Eight lanes hold 32 elements; not `inside`
-// ones nothing.
-__device__ __forceinline__ void put_rounded(const Staged &to, uint32_t column, uint32_t f, const float4 &x,
-                                            bool inside) {
+// Four elements of the 32 that eight lanes have as integers q times a scale, q = 256 * high byte + low byte,
+// both signed; for all 32 the scale and the sums of q over the first 16, the others, and all.
+struct Rounded {
+    uint32_t high, low;
+    int4 block;
+};
+
+__device__ __forceinline__ Rounded rounded_to_planes(const float4 &x) {
     // As integers NaN is above infinity, and becomes the scale.
     uint32_t peak_bits = max(max(__float_as_uint(fabsf(x.x)), __float_as_uint(fabsf(x.y))),
                              max(__float_as_uint(fabsf(x.z)), __float_as_uint(fabsf(x.w))));
@@ -97,16 +101,24 @@ __device__ __forceinline__ void put_rounded(const Staged &to, uint32_t column, u
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     const int other = __shfl_xor_sync(0xffffffffu, sum, 4);
+    return {four_bytes((a + 128) >> 8, (b + 128) >> 8, (c + 128) >> 8, (d + 128) >> 8),
+            four_bytes(a, b, c, d),
+            {static_cast<int>(__float_as_uint(peak * (1.0f / most_rounded))), sum, other, sum + other}};
+}
+
+// Elements 4 f .. 4 f + 3: units 2 e and 2 e + 1 are the high and low bytes of elements 16 e .. 16 e + 15,
+// after them what there is of each 32. Eight lanes hold 32 elements; not `inside` ones nothing.
+__device__ __forceinline__ void put_rounded(const Staged &to, uint32_t column, uint32_t f, const float4 &x,
+                                            bool inside) {
+    const Rounded q = rounded_to_planes(x);
     if (!inside)
         return;
     auto *units = to.units + column * to.stride;
     const uint32_t unit = f / 4 * 2, word = f % 4;
-    reinterpret_cast<uint32_t *>(units + swizzled(unit))[word] =
-        four_bytes((a + 128) >> 8, (b + 128) >> 8, (c + 128) >> 8, (d + 128) >> 8);
-    reinterpret_cast<uint32_t *>(units + swizzled(unit + 1))[word] = four_bytes(a, b, c, d);
+    reinterpret_cast<uint32_t *>(units + swizzled(unit))[word] = q.high;
+    reinterpret_cast<uint32_t *>(units + swizzled(unit + 1))[word] = q.low;
     if (f % 8 == 0)
-        reinterpret_cast<int4 *>(units + to.n_units)[f / 8] = {
-            static_cast<int>(__float_as_uint(peak * (1.0f / most_rounded))), sum, other, sum + other};
+        reinterpret_cast<int4 *>(units + to.n_units)[f / 8] = q.block;
 }
 
 // Elements [begin, begin + n) of the vectors, times the gains; squares: of what the thread met.

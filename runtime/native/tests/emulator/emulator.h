@@ -221,6 +221,7 @@ using cudaGraphExec_t = struct emulated_graph *;
 struct cudaDeviceProp {
     char name[256];
     int multiProcessorCount, major, minor;
+    size_t sharedMemPerBlockOptin;
 };
 
 const char *cudaGetErrorString(cudaError_t error);
@@ -337,6 +338,18 @@ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
             const uint32_t *of_a = all[row % 8 * 4 + k % 8 / 2], *of_b = all[column * 4 + k % 8 / 2];
             c[e] += part(of_a[k / 8 * 2 + row / 8], k % 2) * part(of_b[4 + k / 8], k % 2);
         }
+    }
+}
+inline void multiply_add(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    const uint32_t mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    uint32_t all[32][6];
+    std::memcpy(all, emulator::exchange(mine, sizeof mine), sizeof all);
+    const int g = emulator::lane() / 4, t = emulator::lane() % 4;
+    for (int e = 0; e < 4; ++e) {
+        const int row = g + e / 2 * 8, column = 2 * t + e % 2;
+        for (int k = 0; k < 8; ++k) // words of four
+            c[e] = __dp4a(static_cast<int>(all[row % 8 * 4 + k % 4][k / 4 * 2 + row / 8]),
+                          static_cast<int>(all[column * 4 + k % 4][4 + k / 4]), c[e]);
     }
 }
 

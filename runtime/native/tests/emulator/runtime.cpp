@@ -199,7 +199,7 @@ cudaError_t cudaSetDevice(int) {
     return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int) {
-    *out = {"emulated device", 4, 9, 0};
+    *out = {"emulated device", 4, 9, 0, 99 << 10};
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetPCIBusId(char *, int, int) {
