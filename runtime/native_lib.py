@@ -208,10 +208,10 @@ _log = LogFn(_forward_log)
 
 
 def pointer(array: npt.NDArray[np.generic], kind: type[P]) -> P:
-    """Return a typed pointer to a C-contiguous array; `kind` is FloatPtr, Int32Ptr, ..."""
+    """Return a typed pointer to a C-contiguous array, which it keeps; `kind` is FloatPtr, Int32Ptr, ..."""
     if not array.flags.c_contiguous or array.itemsize != ct.sizeof(kind._type_):
         raise TypeError(f"a contiguous array of {kind._type_.__name__} is needed")
-    return ct.cast(array.ctypes.data, kind)
+    return array.ctypes.data_as(kind)
 
 
 def instruction_sets() -> list[tuple[str, bool]]:
