@@ -342,12 +342,7 @@ def _counts(what: str, values: npt.ArrayLike, n_tokens: int) -> npt.NDArray[np.u
 
 
 def _bytes(what: str, values: npt.ArrayLike, n_tokens: int) -> npt.NDArray[np.uint8]:
-    array = np.asarray(values, dtype=np.uint8)
-    return (
-        np.full(n_tokens, array)
-        if array.ndim == 0
-        else np.ascontiguousarray(np.broadcast_to(array, n_tokens))
-    )
+    return np.full(n_tokens, np.asarray(values, dtype=np.uint8))
 
 
 def _tree_mask(values: npt.ArrayLike | None, n_tokens: int) -> npt.NDArray[np.uint64] | None:

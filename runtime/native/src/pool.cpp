@@ -10,20 +10,15 @@ namespace {
 
 // About 20 us: longer than the gap between two operations of a step, shorter than a scheduler's time slice.
 constexpr int spin_rounds = 1000;
-// About 2 ms, for workers that are to stay awake.
-constexpr int awake_rounds = 100 * spin_rounds;
-constexpr int rounds_between_yields = 64; // of those
+// About 2 ms more, for workers that are to stay awake.
+constexpr int awake_rounds = 99 * spin_rounds;
 
 // Waits until `value` is no longer `old`; returns what it became.
 uint32_t wait_change(const std::atomic<uint32_t> &value, uint32_t old, const std::atomic<bool> &awake) {
-    for (int i = 0; i < spin_rounds || (i < awake_rounds && awake.load(std::memory_order_relaxed)); ++i) {
-        const uint32_t now = value.load(std::memory_order_acquire);
-        if (now != old)
-            return now;
-        if (i > spin_rounds && i % rounds_between_yields == 0)
-            std::this_thread::yield(); // somebody else may want the core
+    const auto has_changed = [&] { return value.load(std::memory_order_acquire) != old; };
+    for (int i = 0; i < spin_rounds && !has_changed(); ++i)
         cpu_pause();
-    }
+    spin_until(awake_rounds, [&] { return has_changed() || !awake.load(std::memory_order_relaxed); });
     value.wait(old, std::memory_order_acquire);
     return value.load(std::memory_order_acquire);
 }
